@@ -30,32 +30,31 @@ pub(super) fn cost(vm: &VmSpec, bytes_per_s: u64) -> MoveCost {
     let below = |point: &&MovePoint| point.bytes_per_s <= bytes_per_s;
     let next = vm.forecasts.iter().filter(below).max_by_key(|point| point.bytes_per_s);
     let lowest = || vm.forecasts.iter().min_by_key(|point| point.bytes_per_s);
-    match next.or_else(lowest) {
-        Some(point) => {
-            let scale = |ns: u64| {
-                let sending_ns = ns.saturating_sub(point.downtime_ns);
-                times(sending_ns, point.bytes_per_s, bytes_per_s).saturating_add(ns.min(point.downtime_ns))
-            };
-            let Estimate { expected, low, high } = point.total_ns;
-            MoveCost {
-                total_ns: Estimate { expected: scale(expected), low: scale(low), high: scale(high) },
-                downtime_ns: point.downtime_ns,
-                bytes: point.bytes,
-            }
-        }
-        None => {
-            let bytes = (vm.memory_mib.saturating_add(vm.disk_mib)).saturating_mul(1 << 20);
-            let sending_ns = times(bytes, 1_000_000_000, bytes_per_s);
-            let expected = sending_ns.saturating_add(SETUP_NS);
-            // A guest that has free memory is faster, one that writes is slower.
-            let total_ns = Estimate {
-                expected,
-                low: (sending_ns / 2).saturating_add(SETUP_NS / 2),
-                high: (sending_ns / 2).saturating_mul(3).saturating_add(2 * SETUP_NS),
-            };
-            MoveCost { total_ns, downtime_ns: DOWNTIME_NS, bytes }
-        }
+    let Some(point) = next.or_else(lowest) else { return unmeasured(vm, bytes_per_s) };
+    let scale = |ns: u64| {
+        let sending_ns = ns.saturating_sub(point.downtime_ns);
+        times(sending_ns, point.bytes_per_s, bytes_per_s).saturating_add(ns.min(point.downtime_ns))
+    };
+    let Estimate { expected, low, high } = point.total_ns;
+    MoveCost {
+        total_ns: Estimate { expected: scale(expected), low: scale(low), high: scale(high) },
+        downtime_ns: point.downtime_ns,
+        bytes: point.bytes,
     }
+}
+
+/// Returns the cost of moving a VM without forecasts: its memory and its disks are sent once.
+fn unmeasured(vm: &VmSpec, bytes_per_s: u64) -> MoveCost {
+    let bytes = (vm.memory_mib.saturating_add(vm.disk_mib)).saturating_mul(1 << 20);
+    let sending_ns = times(bytes, 1_000_000_000, bytes_per_s);
+    let expected = sending_ns.saturating_add(SETUP_NS);
+    // A guest that has free memory is faster, one that writes is slower.
+    let total_ns = Estimate {
+        expected,
+        low: (sending_ns / 2).saturating_add(SETUP_NS / 2),
+        high: (sending_ns / 2).saturating_mul(3).saturating_add(2 * SETUP_NS),
+    };
+    MoveCost { total_ns, downtime_ns: DOWNTIME_NS, bytes }
 }
 
 #[cfg(test)]

@@ -1,0 +1,304 @@
+//! Pre-flight check: what would keep the names of a VM from following it. Nothing is changed.
+//!
+//! A server is asked for updates that it must not make: their condition is that the zone's own name has no records, which
+//! is never true (RFC 2136, section 2.4.5). So its answer shows whether it accepts the key, serves the zone, and, as far as
+//! it looks at permissions before conditions (BIND does so in 9.18), whether it permits each of the changes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::answer::{self, UpdateResult};
+use crate::change::{Change, Goal, Observed, Survey};
+use crate::client::{Client, now_s};
+use crate::config::CheckMode;
+use crate::data::RecordType;
+use crate::decide::{self, Step};
+use crate::failure::Failure;
+use crate::message::Update;
+use crate::name::Name;
+use crate::plan::{PlanError, Relocation, plan};
+use crate::tsig::KeyRejection;
+use crate::zones::{Zone, Zones};
+
+/// Severity of a finding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Severity {
+    /// For information only.
+    Info,
+    /// The VM moves, and a name may not follow it.
+    Warning,
+    /// The migration is refused.
+    Blocker,
+}
+
+/// One result of the check.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    /// Severity.
+    pub severity: Severity,
+    /// Identifier for programs, e.g. `dns-key-refused`.
+    pub code: &'static str,
+    /// Description of the finding.
+    pub what: String,
+    /// Remedy.
+    pub remedy: String,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}; {} [{}]", self.what, self.remedy, self.code)
+    }
+}
+
+/// Checks whether the names of a VM can follow it. Takes four seconds for each server that does not answer.
+pub fn check(zones: &Zones, relocation: &Relocation, mode: CheckMode) -> Vec<Finding> {
+    let severity = match mode {
+        CheckMode::Require => Severity::Blocker,
+        CheckMode::Warn => Severity::Warning,
+    };
+    let mut checker = Checker { zones, severity, findings: Vec::new() };
+    match plan(zones.configs(), relocation) {
+        Ok(changes) => {
+            let mut by_zone: BTreeMap<Name, Vec<Change>> = BTreeMap::new();
+            for change in changes {
+                by_zone.entry(change.zone.clone()).or_default().push(change);
+            }
+            for (zone, changes) in by_zone {
+                if let Err(failure) = checker.check_zone(&zone, changes) {
+                    checker.report_failure(&zone, &failure);
+                }
+            }
+        }
+        Err(PlanError::NoZone(name)) => checker.report_no_zone(&name),
+    }
+    checker.findings
+}
+
+struct Checker<'a> {
+    zones: &'a Zones,
+    /// Severity of what keeps a name from following.
+    severity: Severity,
+    findings: Vec<Finding>,
+}
+
+/// Change whose records are the source's.
+struct Known {
+    change: Change,
+    survey: Survey,
+    observed: Observed,
+}
+
+impl Checker<'_> {
+    fn problem(&mut self, code: &'static str, what: String, remedy: impl Into<String>) {
+        self.find(self.severity, code, what, remedy);
+    }
+
+    fn find(&mut self, severity: Severity, code: &'static str, what: String, remedy: impl Into<String>) {
+        self.findings.push(Finding { severity, code, what, remedy: remedy.into() });
+    }
+
+    fn check_zone(&mut self, name: &Name, changes: Vec<Change>) -> Result<(), Failure> {
+        let zone = self.zones.zone(name)?;
+        let mut client = Client::connect(zone.primary, Some(zone.key))?;
+        let conditions = vec![Update::impossible(name)];
+        let nothing = Update { zone: name.clone(), conditions, edits: vec![] };
+        if client.update(&nothing)? == UpdateResult::Made {
+            self.problem(
+                "dns-conditions-ignored",
+                format!("the DNS server {} makes updates whose conditions are not met", zone.primary),
+                "it could overwrite what others have changed, so that Whimbrel does not use it: name another server",
+            );
+            return Ok(());
+        }
+        let serial = client.serial(name)?;
+        let (mut known, mut missing, mut having) = (Vec::new(), Vec::new(), BTreeSet::new());
+        for mut change in changes {
+            let observed = client.records(name, &change.owner, change.kind)?;
+            if observed != Observed::default() {
+                having.insert(change.owner.clone());
+            }
+            match decide::survey(&change, &observed) {
+                Some((_, replacements)) if replacements.is_empty() => missing.push(change),
+                Some((survey, replacements)) => {
+                    change.replacements = replacements;
+                    known.push(Known { change, survey, observed });
+                }
+                None => self.report_records(&change, &observed),
+            }
+        }
+        // A name need not have all kinds of addresses that the VM has, but one of them.
+        for change in missing.iter().filter(|change| change.kind != RecordType::Ptr) {
+            if !having.contains(&change.owner) {
+                self.report_records(change, &Observed::default());
+            }
+        }
+        for known in &known {
+            self.check_permission(&mut client, &zone, known)?;
+        }
+        self.check_others(&zone, serial, &known);
+        Ok(())
+    }
+
+    /// Asks for a change with the condition that is never met, and for its own conditions without a change.
+    fn check_permission(
+        &mut self,
+        client: &mut Client<'_>,
+        zone: &Zone<'_>,
+        known: &Known,
+    ) -> Result<(), Failure> {
+        let Known { change, survey, observed } = known;
+        let conditions = decide::conditions(change, observed);
+        let unchanged = Update { zone: change.zone.clone(), conditions, edits: vec![] };
+        if client.update(&unchanged)? != UpdateResult::Made {
+            self.problem(
+                "dns-record-different",
+                format!(
+                    "{} {}: the DNS server {} denies the records that it gives",
+                    change.owner, change.kind, zone.primary
+                ),
+                "a wildcard may make them: give the name records of its own",
+            );
+            return Ok(());
+        }
+        let Step::Update(mut update) = decide::next_step(change, survey, Goal::Switched, observed) else {
+            return Ok(());
+        };
+        update.conditions = vec![Update::impossible(&change.zone)];
+        match client.update(&update) {
+            Ok(_) => {
+                let low_s = survey.ttl_s.min(change.lowered_ttl_s);
+                self.find(
+                    Severity::Info,
+                    "dns-ready",
+                    format!("{change} can be changed at {}", zone.primary),
+                    format!(
+                        "its TTL of {} s becomes {low_s} s; caches may have the old one for {} s after that",
+                        survey.ttl_s, survey.ttl_s
+                    ),
+                );
+                Ok(())
+            }
+            Err(Failure::Refused { server }) => {
+                self.problem(
+                    "dns-update-refused",
+                    format!("the DNS server {server} does not permit the key to change {change}"),
+                    "permit it for this name and type, in BIND by `update-policy` or `allow-update` of the zone",
+                );
+                Ok(())
+            }
+            Err(failure) => Err(failure),
+        }
+    }
+
+    /// Compares the other servers of a zone with the one that accepts updates.
+    fn check_others(&mut self, zone: &Zone<'_>, serial: u32, known: &[Known]) {
+        for server in zone.others {
+            let checked = Client::connect(*server, None).and_then(|mut client| {
+                let its_serial = client.serial(zone.name)?;
+                for Known { change, .. } in known {
+                    client.records(zone.name, &change.owner, change.kind)?;
+                }
+                Ok(its_serial)
+            });
+            match checked {
+                Ok(its_serial) if answer::is_older(its_serial, serial) => self.find(
+                    Severity::Warning,
+                    "dns-server-behind",
+                    format!("the DNS server {server} has the serial {its_serial} of {}, not {serial}", zone.name),
+                    "make the server that accepts updates notify it; else clients learn the new addresses late",
+                ),
+                Ok(_) => {}
+                Err(failure) => self.find(
+                    Severity::Warning,
+                    "dns-server-unread",
+                    format!("{}: {failure}", zone.name),
+                    "permit this host to query it, or remove it from `servers`; else a change there is not verified",
+                ),
+            }
+        }
+    }
+
+    /// Reports records that are not those of the source.
+    fn report_records(&mut self, change: &Change, observed: &Observed) {
+        let name = format!("{} {}", change.owner, change.kind);
+        if let Some(alias) = &observed.alias {
+            self.problem(
+                "dns-record-different",
+                format!("{name}: the name is an alias of {alias}"),
+                format!("configure {alias} as a name of the VM in its place"),
+            );
+        } else if observed.values.is_empty() {
+            self.problem(
+                "dns-record-missing",
+                format!("{change}: the name has no such record"),
+                "add the record, or remove the name from the VM's names",
+            );
+        } else {
+            // The name of an address is of little use to clients.
+            let severity = if change.kind == RecordType::Ptr { Severity::Warning } else { self.severity };
+            self.find(
+                severity,
+                "dns-record-different",
+                format!("{change}: the name has {observed}"),
+                "correct the record, or remove the name from the VM's names: only a record that the VM has is replaced",
+            );
+        }
+    }
+
+    fn report_no_zone(&mut self, name: &Name) {
+        self.problem(
+            "dns-no-zone",
+            format!("the name {name} is in none of the zones that this host may change"),
+            "add [[dns.zones]] for it, or remove the name from the VM's names",
+        );
+    }
+
+    /// Reports what keeps all names of a zone from following.
+    fn report_failure(&mut self, zone: &Name, failure: &Failure) {
+        let what = format!("{zone}: {failure}");
+        match failure {
+            Failure::Unreachable { .. } => self.problem(
+                "dns-unreachable",
+                what,
+                "start it, permit this host to reach it by TCP, or correct `servers`",
+            ),
+            Failure::Key { rejection: KeyRejection::Time { server_s }, .. } => {
+                let difference = server_s.map(|server_s| server_s.abs_diff(now_s()));
+                let by = difference.map_or(String::new(), |seconds| format!(", now by {seconds} s"));
+                self.problem("dns-clock", format!("{what}{by}"), "set both clocks, for instance by NTP");
+            }
+            Failure::Key { .. } => self.problem(
+                "dns-key-refused",
+                what,
+                "give both the same key: its name, algorithm and secret (`tsig-keygen`)",
+            ),
+            Failure::KeyFile { .. } => self.problem("dns-key-file", what, "then start the agent again"),
+            Failure::Unsigned { .. } | Failure::WrongSignature { .. } => self.problem(
+                "dns-unsigned",
+                what,
+                "only a server with the key may answer: look at what stands between, and whether `servers` is right",
+            ),
+            Failure::Refused { .. } => self.problem(
+                "dns-update-refused",
+                what,
+                "permit the key to query and to update the zone, in BIND by `allow-query` and `update-policy`",
+            ),
+            Failure::NoZone { .. } => self.problem(
+                "dns-zone-missing",
+                what,
+                "correct `zone`, or name the server that has the zone first in `servers`",
+            ),
+            Failure::NotConfigured { .. } => self.report_no_zone(zone),
+            Failure::Malformed { .. }
+            | Failure::Code { .. }
+            | Failure::Unsteady { .. }
+            | Failure::Unsettled
+            | Failure::NotRecorded { .. } => {
+                self.problem("dns-server-failed", what, "look at the server's log");
+            }
+        }
+    }
+}

@@ -1,0 +1,283 @@
+//! One pass over all changes: reads, updates, and reads back. What fails is left to the next pass.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use tracing::{debug, info};
+
+use crate::answer::{self, UpdateResult, Version};
+use crate::change::{Change, ChangeState, Goal, Lag, LagReason, Observed};
+use crate::client::{Client, now_s};
+use crate::config::Server;
+use crate::data::RecordType;
+use crate::decide::{self, Step};
+use crate::failure::Failure;
+use crate::name::Name;
+use crate::plan::order;
+use crate::record::{Record, RecordFile};
+use crate::zones::{Zone, Zones};
+
+/// Number of updates of one change in one pass: other hands may change the name in between.
+const MOST_UPDATES: u32 = 3;
+
+/// Serial number of a zone before the first update of a pass.
+#[derive(Clone, Copy)]
+struct FirstSerial {
+    serial: u32,
+    /// True if the server has made an update since.
+    is_changed: bool,
+}
+
+/// Connections to the servers that accept updates, each made when it is first used.
+struct Primaries<'a> {
+    zones: &'a Zones,
+    open: BTreeMap<Name, Result<Client<'a>, Failure>>,
+    serials: BTreeMap<Name, FirstSerial>,
+}
+
+impl<'a> Primaries<'a> {
+    /// Asks the server of a zone. After an error of the connection the zone fails in this pass.
+    fn ask<T>(
+        &mut self,
+        zone: &Name,
+        ask: impl FnOnce(&mut Client<'a>) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        let zones = self.zones;
+        let connect = || zones.zone(zone).and_then(|zone| Client::connect(zone.primary, Some(zone.key)));
+        let client = self.open.entry(zone.clone()).or_insert_with(connect);
+        let result = client.as_mut().map_err(|failure| failure.clone()).and_then(ask);
+        if let Err(failure) = &result
+            && failure.is_of_connection()
+        {
+            *client = Err(failure.clone());
+        }
+        result
+    }
+}
+
+/// Result of the first look at records.
+enum Learned {
+    /// They are the VM's.
+    Known,
+    /// There are none, and there need not be any.
+    NotNeeded,
+    /// They are another hand's.
+    Foreign,
+}
+
+/// Result of an attempt.
+enum Advance {
+    /// The records are what is aimed at.
+    Reached(Observed),
+    /// Nothing was changed, and nothing has to be.
+    Untouched,
+    /// The records are another hand's.
+    Conflict(Observed),
+}
+
+/// Brings all changes nearer to the goal of the record. What was found is in the file before anything is changed.
+pub(crate) fn pass(zones: &Zones, record: &mut Record, file: &RecordFile) {
+    let mut primaries = Primaries { zones, open: BTreeMap::new(), serials: BTreeMap::new() };
+    let mut reached: BTreeMap<Name, Vec<(usize, Observed)>> = BTreeMap::new();
+    for index in order(&record.changes, record.goal) {
+        if let Some(observed) = attempt(&mut primaries, record, index, file) {
+            reached.entry(record.changes[index].zone.clone()).or_default().push((index, observed));
+        }
+    }
+    require_addresses(record);
+    for (zone, reached) in reached {
+        confirm(&mut primaries, record, &zone, reached);
+    }
+    if let Err(error) = file.save(record) {
+        // What was found is in it already: the next agent reads how far the changes are from the servers.
+        debug!("cannot record how far the changes of names are: {error}");
+    }
+}
+
+/// Reports names that have none of the VM's addresses: each may be missing, but not all.
+fn require_addresses(record: &mut Record) {
+    if record.goal == Goal::Undone {
+        return;
+    }
+    let is_address = |change: &&Change| matches!(change.kind, RecordType::A | RecordType::Aaaa);
+    let addresses = record.changes.iter().filter(is_address);
+    let having = addresses.filter(|change| change.state != ChangeState::NotNeeded);
+    let having: BTreeSet<_> = having.map(|change| change.owner.clone()).collect();
+    for change in &mut record.changes {
+        let is_missing = change.state == ChangeState::NotNeeded && !having.contains(&change.owner);
+        if is_missing && is_address(&&*change) {
+            change.state = ChangeState::Conflict { found: Observed::default() };
+        }
+    }
+}
+
+/// Tries one change. Returns the records if they are what is aimed at; else keeps the reason.
+fn attempt(
+    primaries: &mut Primaries<'_>,
+    record: &mut Record,
+    index: usize,
+    file: &RecordFile,
+) -> Option<Observed> {
+    let goal = record.goal;
+    let result = advance(primaries, record, index, file);
+    let change = &mut record.changes[index];
+    change.state = match result {
+        Ok(Advance::Reached(_)) if goal == Goal::Undone && change.is_unsettled => {
+            // The update whose answer was lost may still come: the records are read again when it had its time.
+            change.is_unsettled = false;
+            ChangeState::Failed { failure: Failure::Unsettled }
+        }
+        Ok(Advance::Reached(observed)) => return Some(observed),
+        Ok(Advance::Untouched) => ChangeState::NotNeeded,
+        Ok(Advance::Conflict(found)) => ChangeState::Conflict { found },
+        Err(failure) => ChangeState::Failed { failure },
+    };
+    debug!("{change}: {}", change.state);
+    None
+}
+
+/// Reads and updates the records of one change until they are what is aimed at.
+fn advance(
+    primaries: &mut Primaries<'_>,
+    record: &mut Record,
+    index: usize,
+    file: &RecordFile,
+) -> Result<Advance, Failure> {
+    let goal = record.goal;
+    let Change { zone, owner, kind, survey, .. } = record.changes[index].clone();
+    if survey.is_none() && goal == Goal::Undone {
+        return Ok(Advance::Untouched);
+    }
+    let server = primaries.zones.zone(&zone)?.primary;
+    for _ in 0..=MOST_UPDATES {
+        let observed = primaries.ask(&zone, |client| client.records(&zone, &owner, kind))?;
+        match learn(record, index, &observed, file)? {
+            Learned::Known => {}
+            Learned::NotNeeded => return Ok(Advance::Untouched),
+            Learned::Foreign => return Ok(Advance::Conflict(observed)),
+        }
+        let change = &mut record.changes[index];
+        let Some(survey) = &change.survey else { return Ok(Advance::Conflict(observed)) };
+        let update = match decide::next_step(change, survey, goal, &observed) {
+            Step::Done => return Ok(Advance::Reached(observed)),
+            Step::Conflict => return Ok(Advance::Conflict(observed)),
+            Step::Update(update) => update,
+        };
+        if !primaries.serials.contains_key(&zone) {
+            let serial = primaries.ask(&zone, |client| client.serial(&zone))?;
+            primaries.serials.insert(zone.clone(), FirstSerial { serial, is_changed: false });
+        }
+        match primaries.ask(&zone, |client| client.update(&update)) {
+            Ok(UpdateResult::Made) => {
+                info!("{change}: updated at {server}");
+                if let Some(first) = primaries.serials.get_mut(&zone) {
+                    first.is_changed = true;
+                }
+            }
+            Ok(UpdateResult::ConditionNotMet(code)) => debug!("{change}: {code}, to be read again"),
+            Err(failure) => {
+                change.is_unsettled |= failure.is_of_connection();
+                return Err(failure);
+            }
+        }
+    }
+    Err(Failure::Unsteady { server })
+}
+
+/// Keeps what the records show, in the file if that is new.
+fn learn(
+    record: &mut Record,
+    index: usize,
+    observed: &Observed,
+    file: &RecordFile,
+) -> Result<Learned, Failure> {
+    let old = record.changes[index].clone();
+    let change = &mut record.changes[index];
+    if let Some(survey) = &mut change.survey {
+        decide::refresh(&old, survey, observed);
+    } else {
+        let Some((survey, replacements)) = decide::survey(change, observed) else {
+            return Ok(Learned::Foreign);
+        };
+        if replacements.is_empty() {
+            return Ok(Learned::NotNeeded);
+        }
+        change.survey = Some(survey);
+        change.replacements = replacements;
+    }
+    if *change != old
+        && let Err(error) = file.save(record)
+    {
+        // Nothing is changed that the next agent could not undo.
+        record.changes[index] = old;
+        return Err(Failure::NotRecorded { reason: error.to_string() });
+    }
+    Ok(Learned::Known)
+}
+
+/// Reads changes of a zone back from its other servers, and keeps that they are made.
+fn confirm(primaries: &mut Primaries<'_>, record: &mut Record, zone: &Name, reached: Vec<(usize, Observed)>) {
+    let (goal, at_s) = (record.goal, now_s());
+    let serial = primaries.ask(zone, |client| client.serial(zone));
+    let (serial, servers) = match serial.and_then(|serial| Ok((serial, primaries.zones.zone(zone)?))) {
+        Ok((serial, servers)) => (serial, servers),
+        Err(failure) => {
+            for (index, _) in reached {
+                record.changes[index].state = ChangeState::Failed { failure: failure.clone() };
+            }
+            return;
+        }
+    };
+    let first = primaries.serials.get(zone);
+    let stands = first.is_some_and(|first| first.is_changed && !answer::is_older(first.serial, serial));
+    let mut lags = vec![Vec::new(); reached.len()];
+    for server in servers.others {
+        let found = read_back(*server, &servers, record, serial, &reached);
+        for (lags, reason) in lags.iter_mut().zip(found) {
+            lags.extend(reason.map(|reason| Lag { server: *server, reason }));
+        }
+    }
+    for ((index, observed), mut lags) in reached.into_iter().zip(lags) {
+        if stands {
+            lags.push(Lag { server: servers.primary, reason: LagReason::SerialStands { serial } });
+        }
+        let change = &mut record.changes[index];
+        if let Some(survey) = &mut change.survey {
+            if goal.is_lowered() {
+                survey.lowered_at_s.get_or_insert(at_s);
+            }
+            if goal.is_destination() {
+                survey.switched_at_s.get_or_insert(at_s);
+            }
+        }
+        change.state = ChangeState::Reached { goal, ttl_s: observed.ttl_s, serial, lags };
+        debug!("{change}: {}", change.state);
+    }
+}
+
+/// Returns for each change what a server lacks.
+fn read_back(
+    server: Server,
+    zone: &Zone<'_>,
+    record: &Record,
+    serial: u32,
+    reached: &[(usize, Observed)],
+) -> Vec<Option<LagReason>> {
+    let failed = |failure: Failure| Some(LagReason::Failed { failure });
+    let asked = Client::connect(server, None)
+        .and_then(|mut client| client.serial(zone.name).map(|serial| (client, serial)));
+    let (mut client, its_serial) = match asked {
+        Ok(asked) => asked,
+        Err(failure) => return vec![failed(failure); reached.len()],
+    };
+    let reasons = reached.iter().map(|(index, observed)| {
+        let change = &record.changes[*index];
+        match client.records(zone.name, &change.owner, change.kind) {
+            Ok(records) => {
+                let primary = Version { serial, records: observed.clone() };
+                answer::lag(&primary, &Version { serial: its_serial, records })
+            }
+            Err(failure) => failed(failure),
+        }
+    });
+    reasons.collect()
+}

@@ -97,7 +97,7 @@ fn keys_and_servers_that_fail_are_found() {
         config.zones.truncate(1);
         codes(&check(&servers, &config, &moved))
     };
-    let config = servers.config_with(&[first.clone()], SECRET);
+    let config = servers.config_with(std::slice::from_ref(&first), SECRET);
     assert_eq!(of(&config), ["Info dns-ready"]);
 
     let mut unknown = config.clone();

@@ -106,9 +106,9 @@ fn a_migration_that_ends_leaves_the_zones_as_they_were() {
         complete(&updater.wait(DEADLINE), Goal::Lowered);
         for goal in goals {
             if *goal == Goal::Switched {
-                updater.switch()
+                updater.switch();
             } else {
-                updater.restore()
+                updater.restore();
             }
             complete(&updater.wait(DEADLINE), *goal);
             // Each time by another agent.

@@ -1,5 +1,6 @@
 //! Two servers of the same zones: the first accepts updates, the second gets the zones from it.
 
+use std::fmt::Write as _;
 use std::fs::{self, Permissions};
 use std::net::{Ipv4Addr, TcpStream};
 use std::os::unix::fs::PermissionsExt as _;
@@ -44,11 +45,13 @@ impl Servers {
         let mut second = options(&lab.b, "notify no;");
         let second_address = lab.b.control_address().unwrap();
         for zone in ZONES {
-            first += &format!(
+            let _ = write!(
+                first,
                 "zone \"{zone}\" {{ type primary; file \"{zone}\"; allow-update {{ key whimbrel; }}; \
                  also-notify {{ {second_address}; }}; }};\n"
             );
-            second += &format!(
+            let _ = write!(
+                second,
                 "zone \"{zone}\" {{ type secondary; file \"{zone}\"; primaries {{ {}; }}; }};\n",
                 lab.witness.address()
             );
@@ -113,7 +116,7 @@ impl Servers {
         let key = self.lab.a.directory().join("key");
         write_key(&key, secret);
         let zones = ZONES.into_iter().chain(["closed.example", "strict.example"]).map(|zone| {
-            format!("[[zones]]\nzone = \"{zone}\"\nservers = {servers:?}\nkey_name = \"whimbrel\"\nkey_file = {key:?}\n")
+            format!("[[zones]]\nzone = \"{zone}\"\nservers = {servers:?}\nkey_name = \"whimbrel\"\nkey_file = \"{}\"\n", key.display())
         });
         let vm = "[vms.web1]\nnames = [\"web.example.org\", \"pool.example.org\"]\n\
                   [[vms.web1.services]]\nname = \"_http._tcp.example.org\"\nweight = 5\nport = 80\n\

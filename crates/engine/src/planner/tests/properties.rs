@@ -213,10 +213,10 @@ prop_compose! {
             let of_node = |vm: &&VmSpec| vm.one_node;
             let is_full = memory + spec.memory_mib > hosts[at].memory_mib
                 || busy + spec.busy_milli > u64::from(hosts[at].processors) * 900
-                || (spec.one_node && !hosts[at].numa_mib.is_empty() && others.iter().any(|vm| of_node(vm)));
+                || (spec.one_node && !hosts[at].numa_mib.is_empty() && others.iter().any(of_node));
             let is_bound_too_large =
                 spec.one_node && hosts[at].numa_mib.iter().any(|node| *node < spec.memory_mib);
-            if is_full || is_bound_too_large || others.iter().any(|vm| has_label(vm)) {
+            if is_full || is_bound_too_large || others.iter().any(has_label) {
                 continue;
             }
             // Leaders are earlier VMs of the same host, so that nothing is cyclic.

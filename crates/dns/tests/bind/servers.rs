@@ -45,14 +45,14 @@ impl Servers {
         let mut second = options(&lab.b, "notify no;");
         let second_address = lab.b.control_address().unwrap();
         for zone in ZONES {
-            let _ = write!(
+            let _ = writeln!(
                 first,
                 "zone \"{zone}\" {{ type primary; file \"{zone}\"; allow-update {{ key whimbrel; }}; \
-                 also-notify {{ {second_address}; }}; }};\n"
+                 also-notify {{ {second_address}; }}; }};"
             );
-            let _ = write!(
+            let _ = writeln!(
                 second,
-                "zone \"{zone}\" {{ type secondary; file \"{zone}\"; primaries {{ {}; }}; }};\n",
+                "zone \"{zone}\" {{ type secondary; file \"{zone}\"; primaries {{ {}; }}; }};",
                 lab.witness.address()
             );
         }

@@ -83,10 +83,10 @@ pub(crate) fn pass(zones: &Zones, record: &mut Record, file: &RecordFile) {
             reached.entry(record.changes[index].zone.clone()).or_default().push((index, observed));
         }
     }
-    require_addresses(record);
     for (zone, reached) in reached {
         confirm(&mut primaries, record, &zone, reached);
     }
+    require_addresses(record);
     if let Err(error) = file.save(record) {
         // What was found is in it already: the next agent reads how far the changes are from the servers.
         debug!("cannot record how far the changes of names are: {error}");

@@ -86,8 +86,8 @@ fn another_bridge_at_the_destination_is_found() {
         assert_ne!(report["network"][0]["first_in_us"].is_u64(), warned, "{report}");
         !warned
     };
-    assert!(!is_reached(&cluster.migrate(VM, "a", "b", &["--network-check", "off"])));
-    assert!(!is_reached(&cluster.migrate(VM, "b", "a", &["--network-check", "off"])));
+    assert!(!is_reached(&cluster.migrate(VM, "a", "b", &[])));
+    assert!(!is_reached(&cluster.migrate(VM, "b", "a", &[])));
 
     run(b, &format!("ip link set dev {tap} nomaster"));
     assert_found(&cluster, "network-unproven", &[&format!("{tap} on b (in no bridge)")]);

@@ -1,12 +1,13 @@
-//! Questions to a guest that has moved, from the host where it was. They reach it only if its new place is in the same
+//! Frames to a guest that has moved, from the host where it was. They reach it only if its new place is in the same
 //! network, and if switches know that place: so an idle guest's reachability is proven within milliseconds, for which
 //! others would have to send.
 //!
-//! A question is an ARP probe (RFC 5227) or a neighbour solicitation (RFC 4862) for an address of the guest, to the
-//! guest's station alone. The frame's sender is a station that is thrown away, and takes no address.
+//! One frame is of a kind that no station answers. Others are questions for addresses that the guest is known to use, by
+//! an ARP probe (RFC 5227) or a neighbour solicitation (RFC 4862): for an address that a guest is only about to use, they
+//! would mean that another station has it. All are for the guest's station alone, from one that is thrown away.
 
 use std::io;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use tracee::{PacketSocket, VIRTIO_HEADER_BYTES};
@@ -14,7 +15,7 @@ use tracing::debug;
 
 use crate::divert::MARK;
 use crate::ethernet::Mac;
-use crate::probe::{Side, question_to, station};
+use crate::probe::{Side, frame_to, question_to, station};
 use crate::repeater::{Pause, Repeater};
 
 /// Pause after the first questions; it is doubled up to [`LONGEST_PAUSE`].
@@ -33,16 +34,16 @@ pub struct PingedCard {
     pub mac: Mac,
     /// Bridge of this host in which the card was.
     pub bridge: String,
-    /// Known addresses of the guest.
+    /// Addresses that the guest uses, the most certain ones first.
     pub addresses: Vec<IpAddr>,
 }
 
 impl PingedCard {
-    /// Returns the addresses for which the card is asked: those that are known, and the one that most systems derive
-    /// from the card's MAC address.
-    fn questions(&self) -> impl Iterator<Item = IpAddr> {
-        let known = self.addresses.iter().copied().take(MOST_ADDRESSES);
-        known.chain([link_local(self.mac).into()])
+    /// Composes the frames for the card.
+    fn frames(&self, nonce: u64, from: Mac) -> Vec<Vec<u8>> {
+        let known = self.addresses.iter().take(MOST_ADDRESSES);
+        let questions = known.map(|address| question_to(self.mac, *address, from));
+        [frame_to(self.mac, nonce, from)].into_iter().chain(questions).collect()
     }
 }
 
@@ -64,8 +65,7 @@ impl Pinger {
             // which would prove nothing.
             let socket = PacketSocket::sender(&card.bridge, MARK)?;
             let from = station(nonce, number, Side::Source);
-            let asked = card.questions().map(|address| question_to(card.mac, address, from));
-            frames.push((socket, asked.collect()));
+            frames.push((socket, card.frames(nonce, from)));
         }
         let repeater = Repeater::start("ping", move |pause| repeat(&frames, pause))?;
         Ok(Self { _repeater: repeater })
@@ -89,28 +89,28 @@ fn repeat(frames: &[(PacketSocket, Vec<Vec<u8>>)], pause: &Pause) {
     }
 }
 
-/// Returns the link-local address that is derived from a MAC address (RFC 4291, appendix A).
-fn link_local(mac: Mac) -> Ipv6Addr {
-    let Mac([first, second, third, fourth, fifth, sixth]) = mac;
-    let mut octets = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 0).octets();
-    octets[8..].copy_from_slice(&[first ^ 2, second, third, 0xff, 0xfe, fourth, fifth, sixth]);
-    octets.into()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::ethernet::{ARP, Frame, IPV6};
+    use crate::probe::PROBE;
 
     const GUEST: Mac = Mac([0x52, 0x54, 0, 0x12, 0x34, 0x56]);
 
     #[test]
-    fn a_guest_is_asked_for_known_and_derived_addresses() {
-        let addresses = (0..20).map(|number| std::net::Ipv4Addr::new(10, 0, 0, number).into()).collect();
-        let card = PingedCard { mac: GUEST, bridge: "br0".to_owned(), addresses };
-        let asked: Vec<_> = card.questions().collect();
-        assert_eq!(asked.len(), MOST_ADDRESSES + 1);
-        assert_eq!(asked.last(), Some(&"fe80::5054:ff:fe12:3456".parse().unwrap()));
+    fn a_guest_is_asked_for_no_address_that_it_may_not_use_yet() {
+        let card = |count| PingedCard {
+            mac: GUEST,
+            bridge: "br0".to_owned(),
+            addresses: (0..count).map(|number| std::net::Ipv4Addr::new(10, 0, 0, number).into()).collect(),
+        };
+        let kinds = |frames: Vec<Vec<u8>>| -> Vec<_> {
+            let parse =
+                |bytes: &Vec<u8>| Frame::parse(bytes, None).map(|frame| (frame.destination, frame.kind));
+            frames.iter().filter_map(parse).collect()
+        };
+        assert_eq!(kinds(card(0).frames(7, Mac([2; 6]))), [(GUEST, PROBE)]);
+        assert_eq!(card(20).frames(7, Mac([2; 6])).len(), 1 + MOST_ADDRESSES);
     }
 
     #[test]

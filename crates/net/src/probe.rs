@@ -51,6 +51,11 @@ pub fn frame(nonce: u64, card: Mac, from: Mac, vlan: Option<u16>) -> Vec<u8> {
     compose(Mac::BROADCAST, from, vlan, PROBE, &payload)
 }
 
+/// Composes a frame without a tag for one station alone, which does not answer it.
+pub fn frame_to(station: Mac, nonce: u64, from: Mac) -> Vec<u8> {
+    compose(station, from, None, PROBE, &[START, &nonce.to_be_bytes(), &station.0].concat())
+}
+
 /// Composes a question for the station with an address.
 pub fn question(address: IpAddr, from: Mac) -> Vec<u8> {
     match address {

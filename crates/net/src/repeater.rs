@@ -41,7 +41,11 @@ pub(crate) struct Pause(Arc<OwnedFd>);
 impl Pause {
     /// Waits for this time. Returns false if the work is to end.
     pub(crate) fn wait(&self, time: Duration) -> bool {
-        let time = Timespec::try_from(time).ok();
-        !poll(&mut [PollFd::new(&*self.0, PollFlags::IN)], time.as_ref()).is_ok_and(|ready| ready > 0)
+        let timeout = Timespec::try_from(time).ok();
+        let waited = poll(&mut [PollFd::new(&*self.0, PollFlags::IN)], timeout.as_ref());
+        if waited.is_err() {
+            thread::sleep(time);
+        }
+        !waited.is_ok_and(|ready| ready > 0)
     }
 }

@@ -25,16 +25,20 @@ pub(super) fn bridged(interfaces: &[network_cards::Interface]) -> Vec<BridgedCar
     interfaces.iter().filter_map(bridge).collect()
 }
 
-/// Begins to ask the cards for the addresses that they claimed, for those that the host knows as their own, and for
-/// `others` of the guest.
+/// Begins to ask the cards for the addresses that they claimed, for those that the host knows as their own, and then for
+/// `others` from which the guest has sent.
 pub(super) fn start(cards: &[BridgedCard], claims: &[Claims], others: &BTreeSet<IpAddr>) -> Option<Pinger> {
     let route = Socket::route().ok()?;
     let asked = |(mac, bridge): &BridgedCard| {
         let claimed = claims.iter().filter(|claims| claims.mac() == *mac).flat_map(Claims::all);
-        let mut addresses: BTreeSet<_> = claimed.map(|claim| claim.address).collect();
-        addresses.extend(addresses::neighbours(&route, &[*mac]).unwrap_or_default());
-        addresses.extend(others);
-        PingedCard { mac: *mac, bridge: bridge.clone(), addresses: addresses.into_iter().collect() }
+        let mut addresses: Vec<_> = claimed.map(|claim| claim.address).collect();
+        let neighbours = addresses::neighbours(&route, &[*mac]).unwrap_or_default();
+        for address in neighbours.into_iter().chain(others.iter().copied()) {
+            if !addresses.contains(&address) {
+                addresses.push(address);
+            }
+        }
+        PingedCard { mac: *mac, bridge: bridge.clone(), addresses }
     };
     let asked: Vec<_> = cards.iter().map(asked).collect();
     if asked.is_empty() {

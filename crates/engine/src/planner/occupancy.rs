@@ -62,21 +62,24 @@ impl<'a> Occupancy<'a> {
                 occupancy.add(vm, to);
             }
         }
-        // Disks that are there already are no part of the free space.
-        for used in &mut occupancy.uses {
-            used.disk_mib = 0;
-        }
         occupancy
+    }
+
+    /// Returns the space that the disks of a VM take from the free space of a host. Disks that are there already, or on
+    /// their way, are no part of it.
+    fn disk_mib(&self, vm: u32, host: u32) -> u64 {
+        let places = [Some(self.fleet.home[vm as usize]), self.fleet.moving_to[vm as usize]];
+        if places.contains(&Some(host)) { 0 } else { self.fleet.vm(vm).disk_mib }
     }
 
     /// Adds a VM to a host.
     pub(super) fn add(&mut self, vm: u32, host: u32) {
         let spec = self.fleet.vm(vm);
-        let node = self.node_for(vm, host);
+        let (node, disk_mib) = (self.node_for(vm, host), self.disk_mib(vm, host));
         let used = &mut self.uses[host as usize];
         used.memory_mib += spec.memory_mib;
         used.busy_milli += spec.busy_milli;
-        used.disk_mib += spec.disk_mib;
+        used.disk_mib += disk_mib;
         if let Some(node) = node {
             used.nodes_mib[node] += spec.memory_mib;
             self.nodes.insert((vm, host), node);
@@ -88,11 +91,11 @@ impl<'a> Occupancy<'a> {
 
     /// Removes a VM from a host.
     pub(super) fn remove(&mut self, vm: u32, host: u32) {
-        let spec = self.fleet.vm(vm);
+        let (spec, disk_mib) = (self.fleet.vm(vm), self.disk_mib(vm, host));
         let used = &mut self.uses[host as usize];
         used.memory_mib -= spec.memory_mib;
         used.busy_milli -= spec.busy_milli;
-        used.disk_mib = used.disk_mib.saturating_sub(spec.disk_mib);
+        used.disk_mib -= disk_mib;
         if let Some(node) = self.nodes.remove(&(vm, host)) {
             used.nodes_mib[node] -= spec.memory_mib;
         }
@@ -118,7 +121,7 @@ impl<'a> Occupancy<'a> {
             return Some(Shortage::Load { free_milli: most_milli.saturating_sub(used.busy_milli) });
         }
         let free_mib = self.fleet.host(host).disk_free_mib.saturating_sub(used.disk_mib);
-        if spec.disk_mib > free_mib {
+        if self.disk_mib(vm, host) > free_mib {
             return Some(Shortage::Disk { free_mib });
         }
         if spec.one_node && !used.nodes_mib.is_empty() {

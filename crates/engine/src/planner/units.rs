@@ -48,7 +48,8 @@ pub(super) fn group(
                 }
             }
         }
-        let found = if found.len() > 1 { in_order(inventory, &leaders, &found)? } else { found };
+        let has_leaders = found.iter().any(|vm| leaders.contains_key(vm));
+        let found = if has_leaders { in_order(inventory, &leaders, &found)? } else { found };
         check_labels(inventory, &found, labels, label_names)?;
         members.push(found);
     }

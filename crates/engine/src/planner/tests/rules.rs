@@ -48,6 +48,33 @@ fn cyclic_affinity_is_refused() {
 }
 
 #[test]
+fn a_vm_that_follows_itself_is_refused() {
+    let mut own = vm("own", "a", GIB);
+    own.rules.follows = vec!["own".to_owned()];
+    let (reason, _) = refused(&inventory(vec![host("a"), host("b")], vec![own]), &drain(&["a"]));
+    assert!(reason.starts_with("the affinity is cyclic: own"), "{reason}");
+}
+
+/// A VM that might have made room, and stays, takes no space for the disk that it has there.
+#[test]
+fn disks_of_vms_that_stay_take_no_free_space() {
+    let with_disk = |name: &str, at: &str, memory_gib: u64, disk_gib: u64| {
+        let mut vm = vm(name, at, memory_gib * GIB);
+        vm.disk_mib = disk_gib * GIB;
+        vm
+    };
+    let vms = vec![
+        with_disk("moved", "a", 10, 50),
+        with_disk("small", "b", 4, 80),
+        with_disk("large", "b", 8, 0),
+        with_disk("rest", "b", 49, 0),
+        with_disk("other", "c", 56, 0),
+    ];
+    let found = plan(&inventory(vec![host("a"), host("b"), host("c")], vms), &drain(&["a"])).unwrap();
+    assert_eq!(moves(&found), ["large b>c", "moved a>b"]);
+}
+
+#[test]
 fn contradictory_affinity_is_refused() {
     let mut app = vm("app", "a", GIB);
     app.rules.follows = vec!["db".to_owned()];

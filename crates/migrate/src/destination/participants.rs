@@ -1,7 +1,8 @@
 //! Parts of a VM that migrate with it, at the destination: memory, disks, network cards.
 //!
 //! The driver knows no part in particular: it calls all of them at the same points of a migration, in the order of the
-//! list. A new one is added to [`of_an_arriving_vm`], and needs no other change.
+//! list. A new one is added to [`of_an_arriving_vm`], and needs no other change, unless both hosts have to agree on it, or it
+//! needs a message or a connection of its own: those are of the protocol.
 //!
 //! ```text
 //! check        the plan is possible; nothing has changed on this host yet

@@ -25,6 +25,7 @@ use self::ping::BridgedCard;
 use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
 use crate::source::failure::Failure;
 use crate::source::telemetry::ShownBlock;
+use api::NetworkCheck;
 use api::report::{Report, TrackedConnections};
 use host::verification::BlockHashes;
 use host::{SourceVm, network_cards};

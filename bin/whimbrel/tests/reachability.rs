@@ -94,7 +94,7 @@ fn another_bridge_at_the_destination_is_found() {
     run(b, &format!("ip link set dev {tap} master {VM_BRIDGE}"));
     let report = cluster.migrate(VM, "a", "b", &["--network-check", "require"]);
     assert!(codes(&report).contains(&"network-proven".to_owned()), "{report}");
-    assert!(is_reached(&report), "nobody sends to this guest but the source");
+    assert!(is_reached(&report), "only the source sends to this guest");
 }
 
 #[test]

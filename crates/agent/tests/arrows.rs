@@ -21,7 +21,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("whimbrel-guest", &[]),
     ("whimbrel-fleet", &[]),
     ("whimbrel-net", &["whimbrel-tracee"]),
-    ("whimbrel-dns", &[]),
+    ("whimbrel-dns", &["whimbrel-proto"]),
     ("whimbrel-engine", &["whimbrel-proto"]),
     ("whimbrel-link", &["whimbrel-proto", "whimbrel-tracee"]),
     ("whimbrel-memory", &["whimbrel-proto", "whimbrel-link", "whimbrel-tracee"]),

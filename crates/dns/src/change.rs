@@ -100,11 +100,11 @@ pub struct Change {
     pub survey: Option<Survey>,
     /// True if the answer to an update was lost: it may have an effect later.
     pub is_unsettled: bool,
-    /// How far it is.
+    /// Progress.
     pub state: ChangeState,
 }
 
-/// How far a change is.
+/// Progress of a change.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ChangeState {
@@ -114,7 +114,7 @@ pub enum ChangeState {
     NotNeeded,
     /// The server that accepts updates has what was aimed at.
     Reached {
-        /// What was aimed at.
+        /// Goal at that time.
         goal: Goal,
         /// TTL of the records in seconds, as it was read back.
         ttl_s: u32,

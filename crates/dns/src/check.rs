@@ -5,9 +5,8 @@
 //! it looks at permissions before conditions (BIND does so in 9.18), whether it permits each of the changes.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 
-use serde::{Deserialize, Serialize};
+use proto::message::{Finding, Severity};
 
 use crate::answer::{self, UpdateResult};
 use crate::change::{Change, Goal, Observed, Survey};
@@ -21,37 +20,6 @@ use crate::name::Name;
 use crate::plan::{PlanError, Relocation, plan};
 use crate::tsig::KeyRejection;
 use crate::zones::{Zone, Zones};
-
-/// Severity of a finding.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Severity {
-    /// For information only.
-    Info,
-    /// The VM moves, and a name may not follow it.
-    Warning,
-    /// The migration is refused.
-    Blocker,
-}
-
-/// One result of the check.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Finding {
-    /// Severity.
-    pub severity: Severity,
-    /// Identifier for programs, e.g. `dns-key-refused`.
-    pub code: &'static str,
-    /// Description of the finding.
-    pub what: String,
-    /// Remedy.
-    pub remedy: String,
-}
-
-impl fmt::Display for Finding {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}; {} [{}]", self.what, self.remedy, self.code)
-    }
-}
 
 /// Checks whether the names of a VM can follow it. Takes four seconds for each server that does not answer.
 pub fn check(zones: &Zones, relocation: &Relocation, mode: CheckMode) -> Vec<Finding> {
@@ -97,7 +65,7 @@ impl Checker<'_> {
     }
 
     fn find(&mut self, severity: Severity, code: &'static str, what: String, remedy: impl Into<String>) {
-        self.findings.push(Finding { severity, code, what, remedy: remedy.into() });
+        self.findings.push(Finding::new(severity, code, what, remedy));
     }
 
     fn check_zone(&mut self, name: &Name, changes: Vec<Change>) -> Result<(), Failure> {

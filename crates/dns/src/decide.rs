@@ -13,7 +13,7 @@ use crate::change::{Change, Goal, Observed, Replacement, Survey};
 use crate::data::Data;
 use crate::message::{Condition, Edit, Update};
 
-/// What follows from the records of a name.
+/// Next step, which follows from the records of a name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// They are as they should be.

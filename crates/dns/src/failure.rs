@@ -24,7 +24,7 @@ pub enum Failure {
     Malformed {
         /// The server.
         server: Server,
-        /// What is wrong with it.
+        /// Description of the error.
         reason: String,
     },
     /// The answer has no signature, so that it proves nothing.
@@ -52,7 +52,7 @@ pub enum Failure {
     /// The key cannot be used.
     #[error("{reason}")]
     KeyFile {
-        /// What is wrong with the file.
+        /// Description of the error.
         reason: String,
     },
     /// The server does not permit it.

@@ -71,7 +71,7 @@ mod wire;
 mod zones;
 
 pub use change::{Change, ChangeState, Goal, Lag, LagReason, Observed, Replacement, Survey};
-pub use check::{Finding, Severity, check};
+pub use check::check;
 pub use config::{
     CheckMode, DnsConfig, DnsConfigError, Server, ServerError, ServiceConfig, VmNames, ZoneConfig,
 };
@@ -80,7 +80,7 @@ pub use failure::Failure;
 pub use message::ResponseCode;
 pub use name::{Name, NameError};
 pub use plan::{AddressChange, PlanError, Relocation, ServiceChange, plan};
-pub use record::{Progress, Record};
+pub use record::{ChangeJournal, Progress};
 pub use tsig::{Algorithm, KeyRejection};
 pub use updater::{PrepareError, Updater};
 pub use zones::Zones;

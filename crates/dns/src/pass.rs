@@ -13,7 +13,7 @@ use crate::decide::{self, Step};
 use crate::failure::Failure;
 use crate::name::Name;
 use crate::plan::order;
-use crate::record::{Record, RecordFile};
+use crate::record::{ChangeJournal, RecordFile};
 use crate::zones::{Zone, Zones};
 
 /// Number of updates of one change in one pass: other hands may change the name in between.
@@ -68,14 +68,14 @@ enum Learned {
 enum Advance {
     /// The records are what is aimed at.
     Reached(Observed),
-    /// Nothing was changed, and nothing has to be.
+    /// No record was changed, and none has to be.
     Untouched,
     /// The records are another hand's.
     Conflict(Observed),
 }
 
 /// Brings all changes nearer to the goal of the record. What was found is in the file before anything is changed.
-pub(crate) fn pass(zones: &Zones, record: &mut Record, file: &RecordFile) {
+pub(crate) fn pass(zones: &Zones, record: &mut ChangeJournal, file: &RecordFile) {
     let mut primaries = Primaries { zones, open: BTreeMap::new(), serials: BTreeMap::new() };
     let mut reached: BTreeMap<Name, Vec<(usize, Observed)>> = BTreeMap::new();
     for index in order(&record.changes, record.goal) {
@@ -94,7 +94,7 @@ pub(crate) fn pass(zones: &Zones, record: &mut Record, file: &RecordFile) {
 }
 
 /// Reports names that have none of the VM's addresses: each may be missing, but not all.
-fn require_addresses(record: &mut Record) {
+fn require_addresses(record: &mut ChangeJournal) {
     if record.goal == Goal::Undone {
         return;
     }
@@ -113,7 +113,7 @@ fn require_addresses(record: &mut Record) {
 /// Tries one change. Returns the records if they are what is aimed at; else keeps the reason.
 fn attempt(
     primaries: &mut Primaries<'_>,
-    record: &mut Record,
+    record: &mut ChangeJournal,
     index: usize,
     file: &RecordFile,
 ) -> Option<Observed> {
@@ -138,7 +138,7 @@ fn attempt(
 /// Reads and updates the records of one change until they are what is aimed at.
 fn advance(
     primaries: &mut Primaries<'_>,
-    record: &mut Record,
+    record: &mut ChangeJournal,
     index: usize,
     file: &RecordFile,
 ) -> Result<Advance, Failure> {
@@ -185,7 +185,7 @@ fn advance(
 
 /// Keeps what the records show, in the file if that is new.
 fn learn(
-    record: &mut Record,
+    record: &mut ChangeJournal,
     index: usize,
     observed: &Observed,
     file: &RecordFile,
@@ -215,7 +215,12 @@ fn learn(
 }
 
 /// Reads changes of a zone back from its other servers, and keeps that they are made.
-fn confirm(primaries: &mut Primaries<'_>, record: &mut Record, zone: &Name, reached: Vec<(usize, Observed)>) {
+fn confirm(
+    primaries: &mut Primaries<'_>,
+    record: &mut ChangeJournal,
+    zone: &Name,
+    reached: Vec<(usize, Observed)>,
+) {
     let (goal, at_s) = (record.goal, now_s());
     let serial = primaries.ask(zone, |client| client.serial(zone));
     let (serial, servers) = match serial.and_then(|serial| Ok((serial, primaries.zones.zone(zone)?))) {
@@ -258,7 +263,7 @@ fn confirm(primaries: &mut Primaries<'_>, record: &mut Record, zone: &Name, reac
 fn read_back(
     server: Server,
     zone: &Zone<'_>,
-    record: &Record,
+    record: &ChangeJournal,
     serial: u32,
     reached: &[(usize, Observed)],
 ) -> Vec<Option<LagReason>> {

@@ -18,15 +18,15 @@ const FORMAT: u32 = 1;
 
 /// All changes of one migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
+pub struct ChangeJournal {
     format: u32,
-    /// What is aimed at.
+    /// Goal of all changes.
     pub goal: Goal,
     /// The changes, each of one name and type.
     pub changes: Vec<Change>,
 }
 
-/// How far all changes are.
+/// Progress of all changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Progress {
@@ -38,12 +38,12 @@ pub enum Progress {
     Incomplete,
 }
 
-impl Record {
+impl ChangeJournal {
     pub(crate) fn new(changes: Vec<Change>) -> Self {
         Self { format: FORMAT, goal: Goal::Lowered, changes }
     }
 
-    /// Returns how far the changes are.
+    /// Returns the progress of all changes.
     pub fn progress(&self) -> Progress {
         if self.changes.iter().all(|change| change.is_complete(self.goal)) {
             Progress::Complete
@@ -97,7 +97,7 @@ impl RecordFile {
     ///
     /// # Errors
     /// Among others if there is a file: it has what another migration has to restore.
-    pub(crate) fn create(&self, record: &Record) -> io::Result<()> {
+    pub(crate) fn create(&self, record: &ChangeJournal) -> io::Result<()> {
         if self.path.try_exists()? {
             let text = format!("{} has changes that are to be finished or undone first", self.path.display());
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
@@ -106,7 +106,7 @@ impl RecordFile {
     }
 
     /// Replaces the file.
-    pub(crate) fn save(&self, record: &Record) -> io::Result<()> {
+    pub(crate) fn save(&self, record: &ChangeJournal) -> io::Result<()> {
         let mut new = self.path.clone().into_os_string();
         new.push(".new");
         let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
@@ -117,13 +117,13 @@ impl RecordFile {
     }
 
     /// Reads the file; none if there is none.
-    pub(crate) fn load(&self) -> io::Result<Option<Record>> {
+    pub(crate) fn load(&self) -> io::Result<Option<ChangeJournal>> {
         let bytes = match fs::read(&self.path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error),
         };
-        let mut record: Record = serde_json::from_slice(&bytes)?;
+        let mut record: ChangeJournal = serde_json::from_slice(&bytes)?;
         if record.format != FORMAT {
             let text = format!("{} is of another version of this program", self.path.display());
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));

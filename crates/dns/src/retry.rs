@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::change::{ChangeState, LagReason};
 use crate::failure::Failure;
-use crate::record::Record;
+use crate::record::ChangeJournal;
 
 /// Bounds of the delays for what passes by itself.
 const QUICK: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
@@ -18,7 +18,7 @@ const SLOW: (Duration, Duration) = (Duration::from_secs(5), Duration::from_mins(
 const SETTLING: Duration = Duration::from_secs(1);
 
 /// Returns the delay until the next attempt, after a number of attempts for the same goal; none if there is nothing to do.
-pub(crate) fn delay(record: &Record, attempts: u32) -> Option<Duration> {
+pub(crate) fn delay(record: &ChangeJournal, attempts: u32) -> Option<Duration> {
     let mut unfinished = record.unfinished().peekable();
     unfinished.peek()?;
     let mut is_passing = false;

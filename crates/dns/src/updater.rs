@@ -12,7 +12,7 @@ use tracing::warn;
 use crate::change::Goal;
 use crate::pass::pass;
 use crate::plan::{PlanError, Relocation, plan};
-use crate::record::{Progress, Record, RecordFile};
+use crate::record::{ChangeJournal, Progress, RecordFile};
 use crate::retry::delay;
 use crate::zones::Zones;
 
@@ -55,7 +55,7 @@ struct Shared {
 
 #[derive(Debug)]
 struct Standing {
-    record: Record,
+    record: ChangeJournal,
     /// Goal that was asked for last.
     wanted: Goal,
 }
@@ -73,7 +73,7 @@ impl Updater {
     /// If a name is in no zone, or the file exists already or cannot be written. Servers give no errors here: see
     /// [`record`](Self::record).
     pub fn prepare(zones: Zones, relocation: &Relocation, file: &Path) -> Result<Self, PrepareError> {
-        let record = Record::new(plan(zones.configs(), relocation)?);
+        let record = ChangeJournal::new(plan(zones.configs(), relocation)?);
         let file = RecordFile::new(file);
         file.create(&record)?;
         let started = Self::start(zones, record, file.clone());
@@ -90,7 +90,7 @@ impl Updater {
         file.load()?.map(|record| Self::start(zones, record, file)).transpose()
     }
 
-    fn start(zones: Zones, record: Record, file: RecordFile) -> io::Result<Self> {
+    fn start(zones: Zones, record: ChangeJournal, file: RecordFile) -> io::Result<Self> {
         let standing = Mutex::new(Standing { wanted: record.goal, record: record.clone() });
         let shared = Arc::new(Shared { standing, changed: Condvar::new() });
         let (commands, received) = mpsc::channel();
@@ -128,19 +128,19 @@ impl Updater {
     }
 
     /// Returns how far all changes are. The goal of this record may still be an older one.
-    pub fn record(&self) -> Record {
+    pub fn record(&self) -> ChangeJournal {
         self.shared.lock().record.clone()
     }
 
     /// Waits until the goal that was asked for last is reached at all servers, for a limited time. Returns how far all
     /// changes are then.
-    pub fn wait(&self, limit: Duration) -> Record {
+    pub fn wait(&self, limit: Duration) -> ChangeJournal {
         self.wait_until(limit, |record| record.progress() == Progress::Complete)
     }
 
     /// Waits until a condition is true of a record with the goal that was asked for last, for a limited time. Returns the
     /// record, whichever it is then.
-    pub fn wait_until(&self, limit: Duration, is_enough: impl Fn(&Record) -> bool) -> Record {
+    pub fn wait_until(&self, limit: Duration, is_enough: impl Fn(&ChangeJournal) -> bool) -> ChangeJournal {
         let deadline = Instant::now() + limit;
         let mut standing = self.shared.lock();
         while standing.record.goal != standing.wanted || !is_enough(&standing.record) {
@@ -156,7 +156,7 @@ impl Updater {
 
     /// Ends the thread, after what it is doing; the file stays for [`resume`](Self::resume). Returns how far all changes
     /// are.
-    pub fn close(self) -> Record {
+    pub fn close(self) -> ChangeJournal {
         self.end();
         let Self { shared, thread, .. } = self;
         if thread.join().is_err() {
@@ -166,12 +166,11 @@ impl Updater {
         standing.record.clone()
     }
 
-    /// Ends the thread, and removes the file: nothing is left to be done, or what is left is given up. Returns how far all
-    /// changes are.
+    /// Ends the thread, and removes the file: all changes are made, or the others are given up. Returns the changes.
     ///
     /// # Errors
     /// If the file cannot be removed.
-    pub fn finish(self) -> io::Result<Record> {
+    pub fn finish(self) -> io::Result<ChangeJournal> {
         let file = self.file.clone();
         let record = self.close();
         file.remove()?;
@@ -184,7 +183,13 @@ impl Updater {
 }
 
 /// Body of the thread.
-fn work(zones: &Zones, mut record: Record, file: &RecordFile, commands: &Receiver<Command>, shared: &Shared) {
+fn work(
+    zones: &Zones,
+    mut record: ChangeJournal,
+    file: &RecordFile,
+    commands: &Receiver<Command>,
+    shared: &Shared,
+) {
     let mut attempts = 0;
     let mut due = Some(Instant::now());
     loop {

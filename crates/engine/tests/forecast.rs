@@ -66,7 +66,7 @@ fn facts(recorded: &Recorded, throttle_requested: bool) -> MigrationFacts {
     let later = rounds[..recorded.unthrottled].iter().filter(|round| round.elapsed_ns > after.elapsed_ns);
     let points = later.map(|round| {
         let written = round.dirty_pages - round.remaining_pages;
-        // Of pages that waited nobody knows whether they were written: the share of the others counts for all.
+        // The trace does not have whether pages that waited were written: the share of the others counts for all.
         let all = if round.remaining_pages > 0 {
             (round.dirty_pages * written / round.pages_sent).clamp(written, round.dirty_pages)
         } else {

@@ -108,7 +108,7 @@ fn answer(frame: &Frame<'_>) -> Option<IpAddr> {
     }
 }
 
-/// What the destination's tap has shown of one card's network.
+/// Proof of one card's network, as far as the destination's tap has shown it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetworkProof {
     nonce: u64,

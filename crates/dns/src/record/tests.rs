@@ -35,7 +35,7 @@ fn a_record_survives_and_belongs_to_its_owner_alone() {
     let path = directory.path().join("web1.dns");
     let file = RecordFile::new(&path);
     assert_eq!(file.load().unwrap(), None);
-    let mut record = Record::new(vec![change(ChangeState::Pending)]);
+    let mut record = ChangeJournal::new(vec![change(ChangeState::Pending)]);
     file.create(&record).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     assert_eq!(file.create(&record).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
@@ -61,7 +61,7 @@ fn a_record_survives_and_belongs_to_its_owner_alone() {
 #[test]
 fn progress_is_that_of_the_slowest_change() {
     let progress = |states: Vec<ChangeState>| {
-        let mut record = Record::new(states.into_iter().map(change).collect());
+        let mut record = ChangeJournal::new(states.into_iter().map(change).collect());
         record.goal = Goal::Switched;
         record.progress()
     };
@@ -79,7 +79,7 @@ fn caches_keep_what_they_read_for_its_ttl() {
         let mut change = change(ChangeState::Pending);
         change.survey.as_mut().unwrap().lowered_at_s = lowered_at_s;
         change.survey.as_mut().unwrap().switched_at_s = switched_at_s;
-        let record = Record::new(vec![change]);
+        let record = ChangeJournal::new(vec![change]);
         (record.settled_at_s(), record.stale_until_s())
     };
     assert_eq!(times(None, None), (None, None));

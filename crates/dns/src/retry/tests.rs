@@ -22,7 +22,7 @@ fn delays(states: Vec<ChangeState>) -> Option<[u64; 4]> {
         is_unsettled: false,
         state,
     };
-    let record = Record::new(states.into_iter().map(change).collect());
+    let record = ChangeJournal::new(states.into_iter().map(change).collect());
     let after = |attempts| delay(&record, attempts).map(|delay| delay.as_millis() as u64);
     Some([after(1)?, after(2)?, after(3)?, after(u32::MAX)?])
 }

@@ -3,7 +3,8 @@
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
 
-use dns::{CheckMode, DnsConfig, Finding, Relocation, Severity, Zones};
+use dns::{CheckMode, DnsConfig, Relocation, Zones};
+use proto::message::{Finding, Severity};
 use whimbrel_dns as dns;
 
 use crate::servers::{SECRET, Servers, ZONES, relocation, relocation_of};
@@ -29,7 +30,8 @@ fn names_that_can_follow_are_found_ready_and_unchanged() {
     let mut config = servers.config();
     let findings = check(&servers, &config, &relocation(&config));
     assert_eq!(codes(&findings), ["Info dns-ready"], "{findings:#?}");
-    let texts: Vec<_> = findings.iter().map(ToString::to_string).collect();
+    let texts: Vec<_> =
+        findings.iter().map(|finding| format!("{}; {}", finding.what, finding.advice)).collect();
     let web = "web.example.org A 192.0.2.10 → 198.51.100.7 can be changed at 10.91.0.3";
     let web = texts.iter().find(|text| text.contains(web)).expect("a finding for web.example.org");
     assert!(web.contains("its TTL of 300 s becomes 5 s"), "{web}");
@@ -39,7 +41,7 @@ fn names_that_can_follow_are_found_ready_and_unchanged() {
 
     config.check = CheckMode::Warn;
     let missing = check(&servers, &config, &relocation_of("missing.example.org"));
-    let missing: Vec<_> = missing.iter().map(|finding| (finding.severity, finding.code)).collect();
+    let missing: Vec<_> = missing.iter().map(|finding| (finding.severity, finding.code.as_str())).collect();
     assert!(missing.contains(&(Severity::Warning, "dns-record-missing")), "{missing:?}");
 }
 
@@ -51,9 +53,9 @@ fn records_that_are_not_the_vms_are_found() {
         let findings = check(&servers, &config, &relocation_of(name));
         let failing: Vec<_> =
             findings.into_iter().filter(|finding| finding.severity == Severity::Blocker).collect();
-        assert!(failing.iter().all(|finding| !finding.remedy.is_empty()));
+        assert!(failing.iter().all(|finding| !finding.advice.is_empty()));
         let of_names = failing.iter().filter(|finding| !finding.what.contains("in-addr.arpa"));
-        of_names.map(|finding| finding.code).collect::<Vec<_>>()
+        of_names.map(|finding| finding.code.clone()).collect::<Vec<_>>()
     };
     assert_eq!(found("missing.example.org"), ["dns-record-missing"]);
     assert_eq!(found("other.example.org"), ["dns-record-different"]);
@@ -64,7 +66,7 @@ fn records_that_are_not_the_vms_are_found() {
     // The name of the address is another's.
     let findings = check(&servers, &config, &relocation_of("pool.example.org"));
     let pointer = findings.iter().find(|finding| finding.code == "dns-record-different").unwrap();
-    assert!(pointer.what.starts_with("10.2.0.192.in-addr.arpa PTR"), "{pointer}");
+    assert!(pointer.what.starts_with("10.2.0.192.in-addr.arpa PTR"), "{pointer:?}");
     assert_eq!(pointer.severity, Severity::Warning);
 }
 

@@ -1,20 +1,20 @@
 //! Servers that die, refuse or lose messages, and other hands that change the same names.
 
-use dns::{Change, ChangeState, Failure, Goal, LagReason, Progress, Record, RecordType, Updater};
+use dns::{Change, ChangeJournal, ChangeState, Failure, Goal, LagReason, Progress, RecordType, Updater};
 use lab::DEADLINE;
 use whimbrel_dns as dns;
 
 use crate::relay::{Injury, Relay};
 use crate::servers::{SECRET, Servers, write_key};
 
-fn change<'a>(record: &'a Record, owner: &str, kind: RecordType) -> &'a Change {
+fn change<'a>(record: &'a ChangeJournal, owner: &str, kind: RecordType) -> &'a Change {
     let owner = owner.parse().unwrap();
     record.changes.iter().find(|change| change.owner == owner && change.kind == kind).unwrap()
 }
 
 /// Waits until the goal that was asked for last is complete.
 #[track_caller]
-fn complete(updater: &Updater) -> Record {
+fn complete(updater: &Updater) -> ChangeJournal {
     let record = updater.wait(DEADLINE);
     let states: Vec<_> = record.changes.iter().map(|change| format!("{change}: {}", change.state)).collect();
     assert_eq!(record.progress(), Progress::Complete, "{states:#?}");
@@ -32,7 +32,7 @@ fn a_record_of_another_hand_is_left_alone_and_reported() {
     complete(&updater);
     servers.nsupdate("update delete web.example.org A\nupdate add web.example.org 5 A 203.0.113.9");
     updater.switch();
-    let is_conflict = |record: &Record| {
+    let is_conflict = |record: &ChangeJournal| {
         let state = &change(record, "web.example.org", RecordType::A).state;
         matches!(state, ChangeState::Conflict { found } if found.to_string() == "203.0.113.9")
     };

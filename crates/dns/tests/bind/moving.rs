@@ -1,6 +1,6 @@
 //! Names follow their VM, and come back.
 
-use dns::{Goal, Progress, Record};
+use dns::{ChangeJournal, Goal, Progress};
 use lab::DEADLINE;
 use whimbrel_dns as dns;
 
@@ -20,7 +20,7 @@ fn names(servers: &Servers, server: std::net::Ipv4Addr) -> Vec<String> {
 }
 
 #[track_caller]
-fn complete(record: &Record, goal: Goal) {
+fn complete(record: &ChangeJournal, goal: Goal) {
     let states: Vec<_> = record.changes.iter().map(|change| format!("{change}: {}", change.state)).collect();
     assert_eq!((record.goal, record.progress()), (goal, Progress::Complete), "{states:#?}");
 }

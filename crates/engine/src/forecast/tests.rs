@@ -46,6 +46,16 @@ fn assert_near(value: u64, expected: u64, percent: u64) {
 }
 
 #[test]
+fn a_curve_that_is_read_is_like_one_that_is_made() {
+    let text = r#"[{"interval_ns":20,"written_bytes":9},{"interval_ns":0,"written_bytes":1},
+                   {"interval_ns":10,"written_bytes":8}]"#;
+    let curve: WorkingSetCurve = serde_json::from_str(text).unwrap();
+    let point = |interval_ns, written_bytes| WorkingSetPoint { interval_ns, written_bytes };
+    assert_eq!(curve, WorkingSetCurve::new([point(10, 8), point(20, 9)]));
+    assert_eq!(curve.bytes_per_s(), 800_000_000);
+}
+
+#[test]
 fn an_idle_guest_takes_as_long_as_its_memory() {
     let found = forecast_pattern(&facts(WorkingSetCurve::default()), OnLimit::Abort);
     assert!(found.converges && found.end == MigrationEnd::StopAndCopy, "{found:?}");
@@ -146,7 +156,7 @@ fn disks_take_their_time_before_memory() {
     assert!(!found.converges && matches!(found.end, MigrationEnd::GivesUp { .. }), "{found:?}");
 }
 
-/// What is left after the first pass of a migration that is forecast takes as long as the forecast says.
+/// The rounds after the first pass of a migration that is forecast take as long as the forecast of the rest.
 #[test]
 fn the_rest_of_a_migration_continues_its_forecast() {
     let steady = facts(WorkingSetCurve::looping(40 * MIB, GIB));

@@ -18,7 +18,7 @@ pub struct WorkingSetPoint {
 /// The curve is concave: what was measured is replaced by the nearest concave curve above it. Behind the longest
 /// interval it continues with its last slope, because nothing shows that the guest stops finding new pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(transparent)]
+#[serde(from = "Vec<WorkingSetPoint>", into = "Vec<WorkingSetPoint>")]
 pub struct WorkingSetCurve {
     points: Vec<WorkingSetPoint>,
 }
@@ -30,6 +30,18 @@ pub(super) struct WriteClass {
     pub(super) pages: f64,
     /// Period, in nanoseconds; infinite for pages that are never written.
     pub(super) period_ns: f64,
+}
+
+impl From<Vec<WorkingSetPoint>> for WorkingSetCurve {
+    fn from(points: Vec<WorkingSetPoint>) -> Self {
+        Self::new(points)
+    }
+}
+
+impl From<WorkingSetCurve> for Vec<WorkingSetPoint> {
+    fn from(curve: WorkingSetCurve) -> Self {
+        curve.points
+    }
 }
 
 impl WorkingSetCurve {

@@ -37,7 +37,7 @@ pub(super) fn balance(placer: &mut Placer<'_>, hysteresis: &Hysteresis) {
     let hosts = placer.fleet.host_count();
     let sum: u128 = (0..hosts).map(|host| u128::from(placer.occupancy.load_ppm(host))).sum();
     let mean_ppm = u64::try_from(sum / u128::from(hosts.max(1))).unwrap_or(u64::MAX);
-    let threshold_ppm = mean_ppm + ppm(hysteresis.threshold_percent);
+    let threshold_ppm = mean_ppm.saturating_add(ppm(hysteresis.threshold_percent));
     // Once a host is relieved, it is brought below the threshold by the margin.
     let target_ppm = threshold_ppm - ppm(hysteresis.margin_percent).min(threshold_ppm - mean_ppm);
     let is_due = |load_ppm: u64, host: u32| {
@@ -95,7 +95,7 @@ fn candidate(placer: &mut Placer<'_>, hysteresis: &Hysteresis, vm: u32, load_ppm
     let gain_ppm = load_ppm.saturating_sub(after_ppm);
     let link = placer.targets(vm).into_iter().find(|(kind, _)| *kind == fleet.host_kind[to as usize]);
     let cost_ns = placer.move_ns(vm, link.map_or(1, |(_, rate)| rate));
-    let worth = u128::from(gain_ppm) * u128::from(hysteresis.payback_s) * 1_000_000_000;
+    let worth = (u128::from(gain_ppm) * u128::from(hysteresis.payback_s)).saturating_mul(1_000_000_000);
     let worth_ns = u64::try_from(worth / u128::from(WHOLE_PPM)).unwrap_or(u64::MAX);
     let objection = if gain_ppm < ppm(hysteresis.margin_percent) {
         Some(StayReason::TooLittleGain { gain_percent: percent(gain_ppm) })

@@ -15,9 +15,9 @@ pub struct Inventory {
     /// VMs.
     #[serde(default)]
     pub vms: Vec<VmSpec>,
-    /// What hosts are made of, by names that hosts refer to.
+    /// Processors and QEMUs of hosts, by names that hosts refer to.
     pub host_platforms: BTreeMap<String, HostPlatform>,
-    /// What VMs expect, by names that VMs refer to.
+    /// Requirements of VMs, by names that VMs refer to.
     #[serde(default)]
     pub vm_platforms: BTreeMap<String, VmPlatform>,
     /// CPU models of QEMU, for which a common one is looked for.
@@ -116,7 +116,7 @@ fn yes() -> bool {
     true
 }
 
-/// What a VM's QEMU and guest expect of a host.
+/// Requirements of a VM's QEMU and guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VmPlatform {

@@ -25,7 +25,7 @@ pub(super) struct Placer<'a> {
     /// Reasons of the moves so far.
     pub(super) reasons: BTreeMap<u32, MoveReason>,
     pub(super) stays: Vec<Stay>,
-    /// What keeps each host from accepting VMs.
+    /// Reason for which a host accepts no VMs, for each host.
     closed: Vec<Option<Obstacle>>,
     /// Hosts of each kind that accept VMs, by load.
     by_load: Vec<BTreeSet<(u64, u32)>>,
@@ -271,7 +271,8 @@ impl<'a> Placer<'a> {
             [vm] => self.occupancy.load_with_vm(host, *vm),
             _ => self.occupancy.load_ppm(host),
         };
-        let worth = u128::from(load_ppm) * u128::from(self.limits.load_worth_s) * 1_000_000_000;
+        let worth =
+            (u128::from(load_ppm) * u128::from(self.limits.load_worth_s)).saturating_mul(1_000_000_000);
         u64::try_from(worth / u128::from(WHOLE_PPM)).unwrap_or(u64::MAX)
     }
 

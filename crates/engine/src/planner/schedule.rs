@@ -53,7 +53,7 @@ enum Progress {
     Begun,
 }
 
-/// What moves use of a host.
+/// Use of a host by moves.
 #[derive(Clone, Debug, Default)]
 struct HostMoves {
     active: u32,
@@ -109,7 +109,7 @@ impl<'a> Scheduler<'a> {
         occupancy: Occupancy<'a>,
         duration: DurationBound,
     ) -> Self {
-        // The longest first: what is left at the end then is short. Leaders precede those that follow them.
+        // The longest first: the last ones are short then. Leaders precede those that follow them.
         wanted.sort_by_cached_key(|one| {
             let unit = fleet.units.of[one.vm as usize];
             let members = &fleet.units.members[unit as usize];
@@ -302,7 +302,7 @@ impl<'a> Scheduler<'a> {
         self.hosts[host as usize].wanted = wanted;
     }
 
-    /// Nothing is under way and nothing can begin: moves a VM to a third host for a moment, the smallest that can.
+    /// Moves a VM to a third host for a while, the smallest that can, if no move is in progress and none can begin.
     fn step_aside(&mut self) -> Result<(), Refusal> {
         let waits = |at: &u32| self.progress[*at as usize] == Progress::Waits;
         let mut waiting: Vec<u32> = (0..self.wanted.len() as u32).filter(waits).collect();

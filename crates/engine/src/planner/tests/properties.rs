@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Replays a plan: each move begins when it is told to, ends after a time, and uses both hosts in between.
+/// Replays a plan: each move begins at its time in the plan, ends after a time, and uses both hosts in between.
 struct Replay<'a> {
     inventory: &'a Inventory,
     /// Hosts of each VM: one, or two while it moves.

@@ -75,6 +75,18 @@ fn disks_of_vms_that_stay_take_no_free_space() {
 }
 
 #[test]
+fn numbers_out_of_all_proportion_are_no_panic() {
+    let mut idle = host("b");
+    (idle.processors, idle.reserved_mib) = (0, idle.memory_mib);
+    let mut request = drain(&["a"]);
+    (request.limits.load_worth_s, request.hysteresis.payback_s) = (u64::MAX, u64::MAX);
+    let inventory = inventory(vec![host("a"), idle, host("c")], vec![vm("v", "a", GIB), vm("w", "b", GIB)]);
+    drop(plan(&inventory, &request));
+    request.goal = PlanGoal::Balance;
+    drop(plan(&inventory, &request));
+}
+
+#[test]
 fn contradictory_affinity_is_refused() {
     let mut app = vm("app", "a", GIB);
     app.rules.follows = vec!["db".to_owned()];

@@ -164,7 +164,7 @@ impl Shared {
     }
 }
 
-/// What the thread works with.
+/// Work of the thread that copies connections.
 struct FlowSource {
     environment: Environment,
     netfilter: Socket,

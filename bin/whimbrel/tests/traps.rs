@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
 use common::{
-    Accel, Cluster, CommandOutput, DEADLINE, Device, Guest, GuestSpec, Load, QemuVersion, Ram, Setup,
+    Accel, Cluster, CommandOutput, DEADLINE, Device, Guest, GuestSpec, Load, QemuVersion, Ram, Setup, until,
 };
-use lab::{Monitor, disk, not_tried};
+use lab::{Monitor, Net, disk, not_tried};
 use serde_json::{Value, json};
 use tracee::maps::{Details, Mapping, detailed_mappings};
 use tracee::{AddressRange, Process};
@@ -261,6 +261,29 @@ fn a_guest_that_stops_by_itself_is_not_moved_as_a_paused_one() {
     assert_eq!(state(), "shutdown");
     assert_eq!(cluster.a.vm("vm1").unwrap()["state"], "shutdown");
     assert!(cluster.b.vm("vm1").is_none());
+}
+
+// ---- trap 21: what QEMU keeps of a load for a reset
+
+/// A guest whose network driver knows announcements boots anew at its new host, and moves on from there.
+#[test]
+fn a_guest_reboots_where_it_has_arrived() {
+    for qemu in [QemuVersion::Installed, QemuVersion::Newer] {
+        let cluster = Cluster::new();
+        cluster.lab.b.tap(&Net::new(1).tap).unwrap();
+        let mut spec = GuestSpec { qemu, ..GuestSpec::tiny("vm1", busy()) };
+        spec.devices.push(Device::Net(Net::new(1)));
+        let _guest = cluster.guest(&spec);
+        for (from, to) in [("a", "b"), ("b", "a")] {
+            cluster.migrate("vm1", from, to, &[]);
+            let serial = cluster.serial(to, "vm1");
+            let last = serial.next_tick().unwrap().n;
+            monitor_of(&cluster, to).command("system_reset", &json!({})).unwrap();
+            // Its ticks are counted from the boot.
+            until("the guest has booted anew", || serial.next_tick().is_ok_and(|tick| tick.n < last));
+            cluster.assert_guest_whole(to, "vm1");
+        }
+    }
 }
 
 // ---- trap 2: another process in the guest's memory

@@ -72,8 +72,10 @@ impl Incoming {
     /// has run no virtual CPU, acquired no image lock and sent no packet:
     ///
     /// - capability `late-block-activate`: the images stay locked by the source until `cont`;
-    /// - parameter `announce-rounds` 0: no packets in the guest's name at load;
-    /// - `-S` (asserted by [`load`](Self::load)): the saved state specifies that the guest runs.
+    /// - `-S` (asserted by [`load`](Self::load)): the saved state specifies that the guest runs; and packets that
+    ///   announce the guest wait for `cont`;
+    /// - parameter `announce-rounds` 1: QEMU announces the guest once. With 0 it would free the announcement timer of
+    ///   each virtio card, and use it again when the guest resets the card: a guest that reboots would end QEMU.
     ///
     /// QEMU gets a descriptor to read from through the monitor, because one without privileges (`-runas`) or in a
     /// chroot could not create a socket for us.
@@ -92,7 +94,7 @@ impl Incoming {
             "migrate-set-capabilities",
             json!({ "capabilities": [on("late-block-activate"), on("events")] }),
         )?;
-        qmp.run("migrate-set-parameters", json!({ "announce-rounds": 0 }))?;
+        qmp.run("migrate-set-parameters", json!({ "announce-rounds": 1 }))?;
         let failed = |source| LoadError::Socket { log: String::new(), source };
         let (stream, theirs) = UnixStream::pair().map_err(failed)?;
         // Room for all of a usual state, so that QEMU reads it without a break. Without privileges the buffer is

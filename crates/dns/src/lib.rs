@@ -21,7 +21,7 @@
 //! let addresses = vec![AddressChange::new("192.0.2.10".parse()?, "198.51.100.7".parse()?)];
 //! let relocation = Relocation::new(&names, None, addresses);
 //! for finding in dns::check(&Zones::load(&config.zones), &relocation, config.check) {
-//!     println!("{finding}");
+//!     println!("{}; {}", finding.what, finding.advice);
 //! }
 //! let updater = Updater::prepare(Zones::load(&config.zones), &relocation, Path::new("/run/web1.dns"))?;
 //! // The VM runs at the destination.

@@ -24,11 +24,11 @@ struct ReportHeader {
 pub(crate) fn replay(path: &Path, output: &Output) -> Result<Code, Failure> {
     let text = read(path).map_err(|source| Failure::File { path: path.to_owned(), source })?;
     let no_report = |source| Failure::NotAReport { path: path.to_owned(), source };
-    let kind: ReportHeader = serde_json::from_str(&text).map_err(no_report)?;
+    let kind: ReportHeader = serde_json::from_slice(text.as_bytes()).map_err(no_report)?;
     if let Some(schema) = kind.schema.filter(|schema| schema != SCHEMA) {
         return Err(Failure::OtherReport { path: path.to_owned(), schema });
     }
-    let traces: Traces = serde_json::from_str(&text).map_err(no_report)?;
+    let traces: Traces = serde_json::from_slice(text.as_bytes()).map_err(no_report)?;
     let replayed = traces.compare();
     if replayed.is_empty() {
         return Err(Failure::NoTraces { path: path.to_owned() });

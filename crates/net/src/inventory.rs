@@ -76,7 +76,7 @@ pub fn devices() -> io::Result<Vec<KernelItem>> {
     request.request(abi::GET_LINK, DUMP, &[0; abi::LINK_BYTES]);
     let mut found = Vec::new();
     Socket::route()?.dump(request, |body| found.extend(device(body)))?;
-    found.sort();
+    found.sort_unstable();
     Ok(found)
 }
 

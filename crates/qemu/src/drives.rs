@@ -97,7 +97,7 @@ pub fn media(qmp: &mut Qmp) -> Result<Media, QmpError> {
         ((drive.device, drive.name), medium)
     };
     let mut media: Vec<_> = query(qmp)?.into_iter().map(of).collect();
-    media.sort();
+    media.sort_unstable();
     Ok(Media(media))
 }
 

@@ -36,7 +36,7 @@ impl Value {
     /// one cannot have it.
     pub fn parse(text: &str, implied: Option<&str>) -> Self {
         if text.trim_start().starts_with('{')
-            && let Ok(map) = serde_json::from_str(text)
+            && let Ok(map) = serde_json::from_slice(text.as_bytes())
         {
             return Self::Json(map);
         }

@@ -326,7 +326,7 @@ fn located(block: &ListedBlock, address: u64, maps: &Maps) -> Result<RamBlock, R
 
 fn check_no_overlap(blocks: &[RamBlock]) -> Result<(), RamError> {
     let mut sorted: Vec<&RamBlock> = blocks.iter().collect();
-    sorted.sort_by_key(|block| block.host_address);
+    sorted.sort_unstable_by_key(|block| block.host_address);
     for pair in sorted.windows(2) {
         if let [low, high] = pair
             && low.host_address.saturating_add(low.max_bytes) > high.host_address

@@ -43,7 +43,8 @@ pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, Failure> {
     let unreadable = |source| Failure::File { path: path.to_owned(), source };
     let mut text = String::new();
     open::open(path).and_then(|mut file| file.read_to_string(&mut text)).map_err(unreadable)?;
-    serde_json::from_str(&text).map_err(|source| Failure::Inventory { path: path.to_owned(), source })
+    serde_json::from_slice(text.as_bytes())
+        .map_err(|source| Failure::Inventory { path: path.to_owned(), source })
 }
 
 fn goal(options: &PlanOptions) -> PlanGoal {

@@ -65,7 +65,8 @@ fn impossible(source: BadEvaluation) -> Failure {
 fn settings(options: &VmsOptions) -> Result<Settings, Failure> {
     let Some(path) = &options.settings else { return Ok(Settings::default()) };
     let text = fs::read_to_string(path).map_err(|source| Failure::File { path: path.clone(), source })?;
-    let settings: Settings = serde_json::from_str(&text).map_err(|source| Failure::Setting(source.into()))?;
+    let settings: Settings =
+        serde_json::from_slice(text.as_bytes()).map_err(|source| Failure::Setting(source.into()))?;
     settings.check().map_err(|source| Failure::Setting(source.into()))?;
     Ok(settings)
 }

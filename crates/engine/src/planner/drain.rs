@@ -208,7 +208,7 @@ fn make_room(placer: &mut Placer<'_>, unit: &[u32]) -> bool {
             let is_alone = fleet.units.members[fleet.units.of[*other as usize] as usize].len() == 1;
             is_alone && fleet.hold(*other).is_none() && (was_drained || placer.limits.make_room)
         });
-        others.sort_by_key(|other| (fleet.vm(*other).memory_mib, *other));
+        others.sort_unstable_by_key(|other| (fleet.vm(*other).memory_mib, *other));
         for other in others {
             let Some((_, away)) = placer.best(&[other], &|_, _| true) else { continue };
             placer.place(other, away);

@@ -306,7 +306,7 @@ impl<'a> Scheduler<'a> {
     fn step_aside(&mut self) -> Result<(), Refusal> {
         let waits = |at: &u32| self.progress[*at as usize] == Progress::Waits;
         let mut waiting: Vec<u32> = (0..self.wanted.len() as u32).filter(waits).collect();
-        waiting.sort_by_key(|at| (self.fleet.vm(self.wanted[*at as usize].vm).memory_mib, *at));
+        waiting.sort_unstable_by_key(|at| (self.fleet.vm(self.wanted[*at as usize].vm).memory_mib, *at));
         for at in &waiting {
             let WantedMove { vm, to, .. } = self.wanted[*at as usize];
             // A VM steps aside once.

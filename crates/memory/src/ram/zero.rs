@@ -1,16 +1,19 @@
 //! Detection of pages with uniform content.
 
+use std::sync::LazyLock;
+
 use proto::pages::FILLING_BYTES;
 
 /// Bytes compared at a time: as many as stay in the processor's first cache beside a page.
 const STEP: usize = 4096;
 
-/// Source of zeros. Its length is also that of one check of memory that stays allocated.
-pub(super) static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+/// Source of zeros to write. Its length is also that of one check of memory that stays allocated.
+pub(super) static ZEROS: LazyLock<Box<[u8]>> = LazyLock::new(|| vec![0; 64 << 10].into());
 
 /// Returns true if all bytes are zero. The comparison is the C library's, which has wide instructions at every level of
 /// optimisation, and ends at the first difference.
 pub fn is_zero(bytes: &[u8]) -> bool {
+    static ZEROS: [u8; STEP] = [0; STEP];
     bytes.chunks(STEP).all(|step| *step == ZEROS[..step.len()])
 }
 

@@ -368,7 +368,9 @@ impl<'a> BlockRefresh<'a> {
 
     fn node(&mut self, node: &Node, added: &mut Vec<QemuOption>) -> Map<String, Json> {
         let mut map = Map::new();
-        if let Some(Ok(Json::Object(described))) = node.file.strip_prefix("json:").map(serde_json::from_str) {
+        if let Some(Ok(Json::Object(described))) =
+            node.file.strip_prefix("json:").map(str::as_bytes).map(serde_json::from_slice)
+        {
             map = described;
         }
         map.insert("driver".to_owned(), node.driver.clone().into());

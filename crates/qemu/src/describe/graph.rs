@@ -82,7 +82,7 @@ impl Node {
             // does here.
             return None;
         };
-        let described: Value = serde_json::from_str(described).ok()?;
+        let described: Value = serde_json::from_slice(described.as_bytes()).ok()?;
         match &described["offset"] {
             Value::Null => Some(0),
             Value::String(text) => text.parse().ok(),

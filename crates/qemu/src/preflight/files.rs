@@ -149,7 +149,7 @@ enum ImageLocation {
 fn locations(name: &str) -> Vec<ImageLocation> {
     if let Some(description) = name.strip_prefix("json:") {
         let mut found = Vec::new();
-        if let Ok(description) = serde_json::from_str(description) {
+        if let Ok(description) = serde_json::from_slice(description.as_bytes()) {
             collect_locations(&description, name, &mut found);
         }
         return found;

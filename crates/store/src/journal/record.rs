@@ -194,7 +194,8 @@ pub(super) fn parsed<T: DeserializeOwned>(
     text: &str,
     what: impl FnOnce() -> String,
 ) -> Result<T, TransactionError> {
-    serde_json::from_str(text).map_err(|source| JournalError::Json { what: what(), source }.into())
+    serde_json::from_slice(text.as_bytes())
+        .map_err(|source| JournalError::Json { what: what(), source }.into())
 }
 
 /// Returns the text of a document, or an error with its name.

@@ -128,7 +128,7 @@ impl SqliteRegistry {
             .and_then(|mut select| select.query_row([vm.as_str()], |row| row.get(0)).optional())
             .map_err(not_done)?;
         let record: Option<Ownership> =
-            text.as_deref().map(serde_json::from_str).transpose().map_err(damaged)?;
+            text.map(|text| serde_json::from_slice(text.as_bytes())).transpose().map_err(damaged)?;
         let (reply, new) = apply(request, record.as_ref());
         if let Some(new) = new {
             let text = serde_json::to_string(&new).map_err(damaged)?;
@@ -156,7 +156,7 @@ impl SqliteRegistry {
         rows.map(|row| {
             let (vm, record) = row.map_err(not_done)?;
             let vm = serde_json::from_value(vm.into()).map_err(damaged)?;
-            Ok((vm, serde_json::from_str(&record).map_err(damaged)?))
+            Ok((vm, serde_json::from_slice(record.as_bytes()).map_err(damaged)?))
         })
         .collect()
     }

@@ -12,10 +12,10 @@
 //! - [`writes`]: the working set curve.
 //! - [`calibration`]: forecasts beside outcomes.
 
+mod alternatives;
 pub mod calibration;
 pub mod facts;
 mod pages;
-mod prospect;
 mod simulation;
 mod slowdown;
 pub mod writes;
@@ -26,8 +26,8 @@ use crate::pre_copy::{AnyPolicy, PreCopyGoals, RoundObservation};
 use facts::MigrationFacts;
 use simulation::{SimulatedOutcome, Simulation};
 
+pub use alternatives::{Alternative, ForecastWithAlternatives, compare};
 pub use calibration::Calibration;
-pub use prospect::{Alternative, Prospect, compare};
 pub use simulation::MigrationEnd;
 
 /// Expected value, and the interval in which eight of ten outcomes are expected to lie.

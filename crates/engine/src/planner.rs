@@ -31,9 +31,11 @@ mod spread;
 mod units;
 
 pub use inventory::Inventory;
-pub use matrix::{CommonCpu, Matrix, MatrixCell, MatrixRow, RaisedCpu, matrix};
+pub use matrix::{
+    CommonCpuModel, LimitingCpuModel, PlacementMatrix, PlacementMatrixCell, PlacementMatrixRow, matrix,
+};
 pub use obstacle::Obstacle;
-pub use plan::{DeadlineProspect, MoveReason, PlacementPlan, PlannedMove, Stay, StayReason};
+pub use plan::{DeadlineOutlook, MoveReason, PlacementPlan, PlannedMove, RemainingVm, StayReason};
 pub use refusal::Refusal;
 pub use request::{Hysteresis, MoveLimits, Placement, PlanGoal, PlanRequest};
 
@@ -144,11 +146,11 @@ fn check_deadline(
     request: &PlanRequest,
     moves: &[ScheduledMove],
     duration_ns: Estimate,
-) -> Result<Option<DeadlineProspect>, Refusal> {
+) -> Result<Option<DeadlineOutlook>, Refusal> {
     let Some(deadline_s) = request.deadline_s else { return Ok(None) };
     let has_ns = deadline_s.saturating_mul(1_000_000_000);
     if duration_ns.expected <= has_ns {
-        return Ok(Some(DeadlineProspect { has_ns, is_safe: duration_ns.high <= has_ns }));
+        return Ok(Some(DeadlineOutlook { has_ns, is_safe: duration_ns.high <= has_ns }));
     }
     let mut bytes: BTreeMap<u32, u64> = BTreeMap::new();
     for one in moves {

@@ -8,13 +8,13 @@
 //! - [`agree`]: the destination's acceptance is enough for the goals, or not;
 //! - [`StartOrder`], [`DiskRounds`]: rounds of disks alone, before memory;
 //! - [`Rounds`]: rounds while the guest runs, discards before the stop ([`DiscardSeries`]), and the stop itself;
-//! - [`LinkState`], [`Reconnection`]: the connections over which rounds are sent, and new ones after a cut;
-//! - [`Switchover`]: the remaining pages, and their comparison, while the guest is stopped.
+//! - [`PeerConnections`], [`Reconnection`]: the connections over which rounds are sent, and new ones after a cut;
+//! - [`SwitchoverPlan`]: the remaining pages, and their comparison, while the guest is stopped.
 //!
 //! In the meantime, [`SourceSession::meaning`] is what a notice from outside means.
 //!
-//! At the destination it is the session that admits each message of an arriving VM ([`Admission`]), and
-//! [`ControlLink`] that ends a generation of connections.
+//! At the destination it is the session that admits each message of an arriving VM ([`MessageTreatment`]), and
+//! [`SourceControlStream`] that ends a generation of connections.
 //!
 //! The driver reads its clock once for each event and hands the time over with it, so that all decisions about one
 //! event have the same time, and can be made again.
@@ -28,18 +28,18 @@ mod turns;
 use std::time::Duration;
 
 pub use destination::{
-    Admission, ControlLink, DestinationRepetition, DestinationSession, MessageFacts, NotReady, PayloadKind,
-    RefusedPayload, RepetitionFacts, SilenceLimits,
+    DestinationRepetition, DestinationSession, MessageContext, MessageTreatment, NotReady, PayloadKind,
+    RefusedPayload, RepetitionContext, SilenceLimits, SourceControlStream,
 };
 pub use patience::StopPatience;
 pub use registry_client::RegistryClient;
 pub use source::{
-    AcceptedTerms, DecidedRound, DiscardSeries, DiskRounds, Ending, FailedDiscard, LinkState, MessageOrigin,
-    NoticeFacts, NoticeMeaning, PageSelection, PhaseNotice, PostCopyGoal, ReconnectStep, Reconnection,
-    RoundFacts, RoundStep, Rounds, ScanFacts, SentRound, SourceRepetition, SourceSession, SourceWait,
-    StartOrder, Switchover, UnmetGoal, agree, learns_epoch,
+    AcceptedTerms, DecidedRound, DiscardSeries, DiskRounds, FailedDiscard, MessageOrigin, NoticeContext,
+    NoticeMeaning, PageSelection, PeerConnections, PhaseNotice, PostCopyGoal, ReconnectStep, Reconnection,
+    RoundContext, RoundStep, Rounds, RoundsEnd, ScanResult, SentRound, SourceRepetition, SourceSession,
+    SourceWait, StartOrder, SwitchoverPlan, UnmetGoal, agree, learns_epoch,
 };
-pub use turns::Turn;
+pub use turns::DriverStep;
 
 /// Time since an origin that the driver has chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

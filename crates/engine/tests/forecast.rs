@@ -11,7 +11,7 @@ extern crate whimbrel_engine as engine;
 
 use std::path::Path;
 
-use engine::forecast::facts::{FactSpread, GuestFacts, MigrationFacts, PathFacts, SurroundingTimes};
+use engine::forecast::facts::{FactUncertainty, GuestFacts, MigrationFacts, OverheadTimes, PathFacts};
 use engine::forecast::writes::{WorkingSetCurve, WorkingSetPoint};
 use engine::forecast::{MigrationEnd, MigrationForecast, forecast};
 use engine::pre_copy::{AnyPolicy, Decision, PolicyEvent, PreCopyGoals, RoundObservation, StopTrace};
@@ -87,8 +87,8 @@ fn facts(recorded: &Recorded, throttle_requested: bool) -> MigrationFacts {
             scan_ns: scans / rounds.len() as u64,
             ..PathFacts::default()
         },
-        times: SurroundingTimes { setup_ns, finish_ns: 0 },
-        spread: FactSpread { link_percent: 10, writes_percent: 25 },
+        times: OverheadTimes { setup_ns, finish_ns: 0 },
+        spread: FactUncertainty { link_percent: 10, writes_percent: 25 },
         throttle_requested,
         ..MigrationFacts::default()
     }

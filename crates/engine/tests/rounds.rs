@@ -14,8 +14,8 @@ use engine::pre_copy::{
     TracedStopPolicy,
 };
 use engine::session::{
-    Ending, LinkState, PageSelection, ReconnectStep, Reconnection, RoundFacts, RoundStep, Rounds, ScanFacts,
-    SentRound, Switchover, Time,
+    PageSelection, PeerConnections, ReconnectStep, Reconnection, RoundContext, RoundStep, Rounds, RoundsEnd,
+    ScanResult, SentRound, SwitchoverPlan, Time,
 };
 use proptest::prelude::*;
 use proto::Generation;
@@ -83,12 +83,12 @@ impl World {
         }
     }
 
-    fn link(&self) -> LinkState {
-        LinkState { has_control: self.has_control, generation: self.generation }
+    fn link(&self) -> PeerConnections {
+        PeerConnections { has_control: self.has_control, generation: self.generation }
     }
 
-    fn facts(&self) -> RoundFacts {
-        RoundFacts {
+    fn facts(&self) -> RoundContext {
+        RoundContext {
             has_control: self.has_control,
             has_deferred: self.has_deferred,
             has_discarded: self.discarded == Some(self.generation),
@@ -100,18 +100,18 @@ impl World {
         self.has_control &= !self.choices.happens(6);
     }
 
-    fn scan(&mut self) -> ScanFacts {
+    fn scan(&mut self) -> ScanResult {
         self.now = self.now.after(SECOND);
         let dirty_pages = u64::from(self.choices.draw()) << 12;
         let must_precopy_pages = if self.choices.happens(3) { dirty_pages / 2 } else { 0 };
-        ScanFacts {
+        ScanResult {
             scanned_at: self.now,
             scan_ns: 1000,
             dirty_pages,
             must_precopy_pages,
             elapsed: self.now.from_origin(),
             goals: self.goals,
-            ..ScanFacts::default()
+            ..ScanResult::default()
         }
     }
 
@@ -187,19 +187,19 @@ impl World {
     }
 
     /// Checks that this is the time to stop the guest.
-    fn check_stop(&self, ending: Ending) {
+    fn check_stop(&self, ending: RoundsEnd) {
         assert!(self.has_control, "a stopped guest waits for a link that is cut");
         assert_eq!((self.streams, self.received), (self.generation, self.generation));
         assert!(!self.has_deferred, "the guest is stopped without a part of its memory");
         assert!(
-            ending == Ending::LastRound || self.has_tried_to_discard,
+            ending == RoundsEnd::LastRound || self.has_tried_to_discard,
             "pages are discarded during the stop"
         );
     }
 }
 
 /// Sends rounds until the guest is to be stopped.
-fn move_guest(world: &mut World, policy: &AnyPolicy) -> Result<Ending, GivenUp> {
+fn move_guest(world: &mut World, policy: &AnyPolicy) -> Result<RoundsEnd, GivenUp> {
     let mut rounds = Rounds::new(TracedStopPolicy::new(policy.clone()));
     for _ in 0..MOST_ROUNDS {
         world.has_tried_to_discard = false;
@@ -239,7 +239,7 @@ fn move_guest(world: &mut World, policy: &AnyPolicy) -> Result<Ending, GivenUp> 
     panic!("it does not end");
 }
 
-fn send_round(world: &mut World, rounds: &mut Rounds, scan: ScanFacts) -> Result<(), GivenUp> {
+fn send_round(world: &mut World, rounds: &mut Rounds, scan: ScanResult) -> Result<(), GivenUp> {
     world.handle_notices();
     let selection = rounds.select_pages(scan.dirty_pages, 1);
     let pages = match selection {
@@ -296,10 +296,10 @@ proptest! {
         let mut world = World::new(choices, has_deferred, goals);
         if let Ok(ending) = move_guest(&mut world, &policy) {
             let stopped = SourceState::Stopped { run: runs };
-            let switchover = Switchover::begin(ending, &stopped, must_compare);
-            let is_post_copy = switchover.ending() == Ending::PostCopy;
+            let switchover = SwitchoverPlan::begin(ending, &stopped, must_compare);
+            let is_post_copy = switchover.ending() == RoundsEnd::PostCopy;
             prop_assert!(runs || !is_post_copy, "a paused guest needs both hosts");
-            prop_assert_eq!(is_post_copy, runs && ending == Ending::PostCopy);
+            prop_assert_eq!(is_post_copy, runs && ending == RoundsEnd::PostCopy);
             prop_assert_eq!(switchover.is_compared(), must_compare && !is_post_copy);
         }
     }
@@ -317,10 +317,10 @@ fn generated_migrations_end_in_all_ways() {
         let end = move_guest(&mut world, policy).ok();
         (end, world.received > Generation(1))
     };
-    assert_eq!(end(&pattern, vec![]), (Some(Ending::LastRound), false));
+    assert_eq!(end(&pattern, vec![]), (Some(RoundsEnd::LastRound), false));
     // Pages are always dirty.
-    assert_eq!(end(&hybrid, vec![72; 300]), (Some(Ending::PostCopy), false));
+    assert_eq!(end(&hybrid, vec![72; 300]), (Some(RoundsEnd::PostCopy), false));
     assert_eq!(end(&pattern, vec![72; 300]), (None, false));
     // Rounds are cut off for a while.
-    assert_eq!(end(&pattern, vec![30; 300]), (Some(Ending::LastRound), true));
+    assert_eq!(end(&pattern, vec![30; 300]), (Some(RoundsEnd::LastRound), true));
 }

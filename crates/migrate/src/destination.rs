@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
 use engine::handover::destination::{DestinationReport, DestinationState};
-use engine::session::{ControlLink, DestinationSession, RegistryClient};
+use engine::session::{DestinationSession, RegistryClient, SourceControlStream};
 use link::transport::{ConnectionHandle, MessageSender};
 use proto::message::Proposal;
 
@@ -68,14 +68,14 @@ struct DestinationConnections {
     /// count.
     links: BTreeMap<u64, Link>,
     /// The control stream among `links`, and its generation.
-    control: ControlLink,
+    control: SourceControlStream,
     /// A device state, or a list of pages, that is being received on the control stream.
     incoming_payload: Option<loading::IncomingPayload>,
 }
 
 impl DestinationConnections {
     fn new() -> Self {
-        Self { links: BTreeMap::new(), control: ControlLink::new(), incoming_payload: None }
+        Self { links: BTreeMap::new(), control: SourceControlStream::new(), incoming_payload: None }
     }
 }
 

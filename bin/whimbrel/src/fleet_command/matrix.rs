@@ -1,6 +1,6 @@
 //! `whimbrel fleet matrix`.
 
-use engine::planner::{Inventory, Matrix, MatrixCell, MoveLimits, matrix};
+use engine::planner::{Inventory, MoveLimits, PlacementMatrix, PlacementMatrixCell, matrix};
 
 use super::cli::{MatrixOptions, WhatIf};
 use super::plan::read;
@@ -22,11 +22,11 @@ pub(crate) fn show(options: &MatrixOptions, output: &Output) -> Result<Code, Fai
     Ok(Code::Done)
 }
 
-fn render(matrix: &Matrix) -> String {
+fn render(matrix: &PlacementMatrix) -> String {
     let mut text = Text::default();
     for row in &matrix.rows {
         text.line(format_args!("{} on {}", row.vm, row.host));
-        for MatrixCell { host, obstacles } in &row.cells {
+        for PlacementMatrixCell { host, obstacles } in &row.cells {
             let Some((first, others)) = obstacles.split_first() else {
                 text.line(format_args!("  {host}: yes"));
                 continue;

@@ -10,7 +10,7 @@ use super::{Estimate, MigrationForecast};
 /// Rate at which a guest writes, beside the rate at which its pages are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum WriteHeat {
+pub enum WriteIntensity {
     /// Below a hundredth.
     Idle,
     /// Below a half.
@@ -27,7 +27,7 @@ pub struct VmKind {
     /// Size of the memory: the power of two, in MiB, that it reaches.
     pub memory_octave: u32,
     /// Rate of writes.
-    pub heat: WriteHeat,
+    pub heat: WriteIntensity,
 }
 
 impl VmKind {
@@ -36,9 +36,9 @@ impl VmKind {
         let writes = facts.guest.writes.bytes_per_s();
         let sends = facts.path.pages_bytes_per_s() as u64;
         let heat = match writes {
-            writes if writes < sends / 100 => WriteHeat::Idle,
-            writes if writes < sends / 2 => WriteHeat::Warm,
-            _ => WriteHeat::Hot,
+            writes if writes < sends / 100 => WriteIntensity::Idle,
+            writes if writes < sends / 2 => WriteIntensity::Warm,
+            _ => WriteIntensity::Hot,
         };
         let memory_octave = (facts.guest.memory_bytes >> 20).max(1).ilog2();
         Self { policy: policy.to_owned(), memory_octave, heat }

@@ -84,14 +84,14 @@ impl PathFacts {
 
 /// Times of a migration that no policy decides, from the history of these hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SurroundingTimes {
+pub struct OverheadTimes {
     /// Time from the request to the first page: checks, and the start of the destination's QEMU, in nanoseconds.
     pub setup_ns: u64,
     /// Time from the guest's start at the destination to the end, if all pages are there, in nanoseconds.
     pub finish_ns: u64,
 }
 
-impl Default for SurroundingTimes {
+impl Default for OverheadTimes {
     /// Those of a small guest.
     fn default() -> Self {
         Self { setup_ns: 400_000_000, finish_ns: 50_000_000 }
@@ -100,14 +100,14 @@ impl Default for SurroundingTimes {
 
 /// Uncertainty of measured facts, in hundredths of their values: the range in which eight of ten values lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FactSpread {
+pub struct FactUncertainty {
     /// Of the rate of the link.
     pub link_percent: u32,
     /// Of the guest's write rate.
     pub writes_percent: u32,
 }
 
-impl Default for FactSpread {
+impl Default for FactUncertainty {
     /// A link that others use a little, and a guest that was measured for some seconds.
     fn default() -> Self {
         Self { link_percent: 10, writes_percent: 25 }
@@ -127,13 +127,13 @@ pub struct MigrationFacts {
     pub fixed: FixedCost,
     /// Times before and after.
     #[serde(default)]
-    pub times: SurroundingTimes,
+    pub times: OverheadTimes,
     /// Sampling of the policy, which also sets the length of the parts of the first pass.
     #[serde(default)]
     pub sampling: Sampling,
     /// Uncertainty of the facts.
     #[serde(default)]
-    pub spread: FactSpread,
+    pub spread: FactUncertainty,
     /// True if the user has requested a CPU throttle for the case that the downtime would be too long.
     #[serde(default)]
     pub throttle_requested: bool,

@@ -4,7 +4,7 @@ mod calibrated;
 
 use proptest::prelude::*;
 
-use super::facts::{DiskFacts, FactSpread, GuestFacts, PathFacts, SurroundingTimes};
+use super::facts::{DiskFacts, FactUncertainty, GuestFacts, OverheadTimes, PathFacts};
 use super::writes::{WorkingSetCurve, WorkingSetPoint};
 use super::*;
 use crate::pre_copy::{
@@ -27,7 +27,7 @@ fn facts(writes: WorkingSetCurve) -> MigrationFacts {
             vcpu_use_us_per_s: vec![1_000_000, 500_000],
         },
         path: PathFacts { link_bytes_per_s: 100 * MIB, ..PathFacts::default() },
-        times: SurroundingTimes { setup_ns: SECOND / 2, finish_ns: SECOND / 10 },
+        times: OverheadTimes { setup_ns: SECOND / 2, finish_ns: SECOND / 10 },
         ..MigrationFacts::default()
     }
 }
@@ -122,7 +122,7 @@ fn what_would_work_instead_is_named() {
 #[test]
 fn a_throttle_makes_a_guest_converge_that_writes_twice_as_fast() {
     let mut hot = facts(WorkingSetCurve::looping(200 * MIB, 2 * GIB));
-    hot.spread = FactSpread { link_percent: 5, writes_percent: 5 };
+    hot.spread = FactUncertainty { link_percent: 5, writes_percent: 5 };
     assert!(!forecast_pattern(&hot, OnLimit::Abort).converges);
     hot.throttle_requested = true;
     let found = forecast_pattern(&hot, OnLimit::Abort);

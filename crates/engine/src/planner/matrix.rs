@@ -12,27 +12,27 @@ use super::refusal::Refusal;
 
 /// VMs and hosts, each pair with what keeps them apart.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Matrix {
+pub struct PlacementMatrix {
     /// VMs.
-    pub rows: Vec<MatrixRow>,
+    pub rows: Vec<PlacementMatrixRow>,
     /// CPU model that all hosts have; none if the inventory has no models, or none that all have.
-    pub common_cpu: Option<CommonCpu>,
+    pub common_cpu: Option<CommonCpuModel>,
 }
 
 /// A VM, and all hosts but its own.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MatrixRow {
+pub struct PlacementMatrixRow {
     /// VM.
     pub vm: String,
     /// Its host.
     pub host: String,
     /// Other hosts.
-    pub cells: Vec<MatrixCell>,
+    pub cells: Vec<PlacementMatrixCell>,
 }
 
 /// A host, as a target for a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MatrixCell {
+pub struct PlacementMatrixCell {
     /// Host.
     pub host: String,
     /// All obstacles; empty if the VM can move there now.
@@ -41,19 +41,19 @@ pub struct MatrixCell {
 
 /// The highest CPU model that all hosts have: with it, VMs can run on each of them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CommonCpu {
+pub struct CommonCpuModel {
     /// Name of the model.
     pub model: String,
     /// Argument of QEMU, exactly: the model, the features that all hosts have beside it, and `enforce`, with which QEMU
     /// refuses to start where one is missing.
     pub option: String,
     /// Next higher model, and the hosts that do not have it; none if there is no higher one.
-    pub next: Option<RaisedCpu>,
+    pub next: Option<LimitingCpuModel>,
 }
 
 /// A CPU model that some hosts lack.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RaisedCpu {
+pub struct LimitingCpuModel {
     /// Name of the model.
     pub model: String,
     /// Hosts that lack it.
@@ -61,7 +61,11 @@ pub struct RaisedCpu {
 }
 
 /// Returns which VMs could move to which hosts now, for some VMs or all; and the CPU model that all hosts have.
-pub fn matrix(inventory: &Inventory, vms: &[String], most_load_percent: u32) -> Result<Matrix, Refusal> {
+pub fn matrix(
+    inventory: &Inventory,
+    vms: &[String],
+    most_load_percent: u32,
+) -> Result<PlacementMatrix, Refusal> {
     let fleet = Fleet::new(inventory)?;
     let occupancy = Occupancy::new(&fleet, most_load_percent);
     let vms = if vms.is_empty() {
@@ -72,16 +76,16 @@ pub fn matrix(inventory: &Inventory, vms: &[String], most_load_percent: u32) -> 
     let row = |vm: u32| {
         let from = fleet.home[vm as usize];
         let others = (0..fleet.host_count()).filter(|host| *host != from);
-        MatrixRow {
+        PlacementMatrixRow {
             vm: fleet.vm(vm).name.clone(),
             host: fleet.host(from).name.clone(),
             cells: others.map(|host| cell(&fleet, &occupancy, vm, host)).collect(),
         }
     };
-    Ok(Matrix { rows: vms.into_iter().map(row).collect(), common_cpu: common_cpu(&fleet) })
+    Ok(PlacementMatrix { rows: vms.into_iter().map(row).collect(), common_cpu: common_cpu(&fleet) })
 }
 
-fn cell(fleet: &Fleet<'_>, occupancy: &Occupancy<'_>, vm: u32, host: u32) -> MatrixCell {
+fn cell(fleet: &Fleet<'_>, occupancy: &Occupancy<'_>, vm: u32, host: u32) -> PlacementMatrixCell {
     let mut obstacles: Vec<Obstacle> = fleet.hold(vm).into_iter().collect();
     if fleet.host(host).cordoned {
         obstacles.push(Obstacle::Cordoned);
@@ -94,7 +98,7 @@ fn cell(fleet: &Fleet<'_>, occupancy: &Occupancy<'_>, vm: u32, host: u32) -> Mat
         let shortage = occupancy.shortage(vm, host);
         obstacles.extend(shortage.map(|shortage| occupancy.explain(vm, shortage)));
     }
-    MatrixCell { host: fleet.host(host).name.clone(), obstacles }
+    PlacementMatrixCell { host: fleet.host(host).name.clone(), obstacles }
 }
 
 /// Returns true if a host can offer a model.
@@ -103,7 +107,7 @@ fn offers(platform: &HostPlatform, model: &CpuModel) -> bool {
         && model.features.is_subset(&platform.cpu_features)
 }
 
-fn common_cpu(fleet: &Fleet<'_>) -> Option<CommonCpu> {
+fn common_cpu(fleet: &Fleet<'_>) -> Option<CommonCpuModel> {
     let inventory = fleet.inventory;
     let platforms: Vec<_> = inventory.hosts.iter().map(|host| fleet.host_platform(host)).collect();
     // Of models with as many features the one that is named last, which is the newer version of the two.
@@ -124,10 +128,10 @@ fn common_cpu(fleet: &Fleet<'_>) -> Option<CommonCpu> {
     let lacking = higher.map(|(place, other)| {
         let hosts = inventory.hosts.iter().zip(&platforms).filter(|(_, platform)| !offers(platform, other));
         let hosts: Vec<String> = hosts.map(|(host, _)| host.name.clone()).collect();
-        (hosts.len(), rank(&(place, other)), RaisedCpu { model: other.name.clone(), hosts })
+        (hosts.len(), rank(&(place, other)), LimitingCpuModel { model: other.name.clone(), hosts })
     });
     // The one that fewest hosts lack, but not all of them.
     let raised = lacking.filter(|(count, ..)| *count < inventory.hosts.len());
     let next = raised.min_by_key(|(count, rank, _)| (*count, *rank)).map(|(.., raised)| raised);
-    Some(CommonCpu { model: model.name.clone(), option, next })
+    Some(CommonCpuModel { model: model.name.clone(), option, next })
 }

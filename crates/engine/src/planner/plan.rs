@@ -13,12 +13,12 @@ pub struct PlacementPlan {
     /// Moves, in the order in which they begin. Memory fits at every step.
     pub moves: Vec<PlannedMove>,
     /// VMs that stay although the goal concerns them.
-    pub stays: Vec<Stay>,
+    pub stays: Vec<RemainingVm>,
     /// Time until the last move has ended, in nanoseconds.
     pub duration_ns: Estimate,
-    /// Prospect of the deadline, if there is one.
+    /// Outlook for the deadline, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub deadline: Option<DeadlineProspect>,
+    pub deadline: Option<DeadlineOutlook>,
     /// Bytes of all moves on the wire.
     pub bytes: u64,
     /// Downtimes of all moves, in nanoseconds.
@@ -101,7 +101,7 @@ pub enum MoveReason {
 
 /// A VM that stays.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stay {
+pub struct RemainingVm {
     /// VM.
     pub vm: String,
     /// Its host.
@@ -145,9 +145,9 @@ pub enum StayReason {
     Limit,
 }
 
-/// Prospect of a deadline.
+/// Outlook for a deadline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DeadlineProspect {
+pub struct DeadlineOutlook {
     /// Time until the deadline, in nanoseconds.
     pub has_ns: u64,
     /// True if it is kept even if all moves take as long as the upper ends of their intervals.

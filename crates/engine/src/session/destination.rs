@@ -3,20 +3,22 @@ mod arrival;
 use std::collections::VecDeque;
 use std::time::Duration;
 
-pub use arrival::{Admission, ControlLink, MessageFacts, NotReady, PayloadKind, RefusedPayload};
+pub use arrival::{
+    MessageContext, MessageTreatment, NotReady, PayloadKind, RefusedPayload, SourceControlStream,
+};
 
-use super::turns::Turns;
-use super::{Time, Turn};
+use super::turns::SessionCore;
+use super::{DriverStep, Time};
 use crate::handover::destination::{DestinationEvent, DestinationState};
 
 /// Session of a destination: the state of its handover, and all that decides what its driver does next.
 ///
-/// The driver asks for a [`Turn`], carries it out by [`destination`](crate::handover::destination::destination), and
+/// The driver asks for a [`DriverStep`], carries it out by [`destination`](crate::handover::destination::destination), and
 /// reports what became of it. An event that an effect caused is handled
 /// first, then a repetition that is due, then an event from outside.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DestinationSession {
-    turns: Turns<DestinationState, DestinationEvent>,
+    turns: SessionCore<DestinationState, DestinationEvent>,
     /// Facts of this host that the journal did not accept, in the order in which they occurred.
     unrecorded: VecDeque<DestinationEvent>,
     must_find_qemu: bool,
@@ -34,7 +36,7 @@ pub struct SilenceLimits {
 
 /// Facts on which a repetition depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RepetitionFacts {
+pub struct RepetitionContext {
     /// True if the source's control stream is open. While it exists, the link itself detects the loss of the source.
     pub has_control: bool,
     /// True if QEMU has not answered `cont` yet.
@@ -58,7 +60,7 @@ impl DestinationSession {
     /// Creates the session of a migration in this state.
     pub fn new(state: DestinationState) -> Self {
         Self {
-            turns: Turns::new(state),
+            turns: SessionCore::new(state),
             unrecorded: VecDeque::new(),
             must_find_qemu: false,
             stop_again_at: None,
@@ -101,7 +103,7 @@ impl DestinationSession {
     }
 
     /// Returns the driver's next step.
-    pub fn next_turn(&mut self, now: Time) -> Turn<DestinationEvent> {
+    pub fn next_turn(&mut self, now: Time) -> DriverStep<DestinationEvent> {
         let is_over = self.turns.state.is_final();
         self.turns.next(now, is_over)
     }
@@ -116,7 +118,7 @@ impl DestinationSession {
     pub fn repetition(
         &mut self,
         now: Time,
-        facts: RepetitionFacts,
+        facts: RepetitionContext,
         limits: SilenceLimits,
     ) -> DestinationRepetition {
         if let Some(event) = self.unrecorded.pop_front() {
@@ -188,8 +190,8 @@ mod tests {
 
     const LIMITS: SilenceLimits =
         SilenceLimits { give_up_after: Duration::from_millis(50), reclaim_after: Duration::from_millis(350) };
-    const OPEN: RepetitionFacts = RepetitionFacts { has_control: true, is_cont_pending: false };
-    const CUT: RepetitionFacts = RepetitionFacts { has_control: false, ..OPEN };
+    const OPEN: RepetitionContext = RepetitionContext { has_control: true, is_cont_pending: false };
+    const CUT: RepetitionContext = RepetitionContext { has_control: false, ..OPEN };
 
     fn time(ms: u64) -> Time {
         Time::since_origin(Duration::from_millis(ms))
@@ -206,11 +208,11 @@ mod tests {
         let mut session = DestinationSession::new(DestinationState::Prepared);
         session.repeat_after(time(0), Duration::from_millis(100));
         session.follow_up(DestinationEvent::QemuDied);
-        assert_eq!(session.next_turn(time(200)), Turn::Handle(DestinationEvent::QemuDied));
-        assert_eq!(session.next_turn(time(99)), Turn::Wait(time(100)));
-        assert_eq!(session.next_turn(time(100)), Turn::Repeat);
+        assert_eq!(session.next_turn(time(200)), DriverStep::Handle(DestinationEvent::QemuDied));
+        assert_eq!(session.next_turn(time(99)), DriverStep::Wait(time(100)));
+        assert_eq!(session.next_turn(time(100)), DriverStep::Repeat);
         session.enter(DestinationState::Discarded);
-        assert_eq!(session.next_turn(time(100)), Turn::End);
+        assert_eq!(session.next_turn(time(100)), DriverStep::End);
     }
 
     #[test]
@@ -251,7 +253,7 @@ mod tests {
         );
         assert_eq!(session.effect_failed(&DestinationEvent::QemuDied), None);
         session.cont_not_answered();
-        let pending = RepetitionFacts { is_cont_pending: true, ..OPEN };
+        let pending = RepetitionContext { is_cont_pending: true, ..OPEN };
         assert_eq!(
             session.repetition(time(0), pending, LIMITS),
             DestinationRepetition::Feed(DestinationEvent::QemuDied)

@@ -10,27 +10,27 @@ mod switchover;
 use std::time::Duration;
 
 pub use agreement::{AcceptedTerms, PostCopyGoal, UnmetGoal, agree, learns_epoch};
-pub use connections::{LinkState, ReconnectStep, Reconnection};
+pub use connections::{PeerConnections, ReconnectStep, Reconnection};
 pub use discard_series::{DiscardSeries, FailedDiscard};
 pub use disk_rounds::{DiskRounds, StartOrder};
-pub use notices::{MessageOrigin, NoticeFacts, NoticeMeaning, PhaseNotice, SourceWait};
+pub use notices::{MessageOrigin, NoticeContext, NoticeMeaning, PhaseNotice, SourceWait};
 pub use passes::PageSelection;
-pub use rounds::{DecidedRound, Ending, RoundFacts, RoundStep, Rounds, ScanFacts, SentRound};
-pub use switchover::Switchover;
+pub use rounds::{DecidedRound, RoundContext, RoundStep, Rounds, RoundsEnd, ScanResult, SentRound};
+pub use switchover::SwitchoverPlan;
 
-use super::turns::Turns;
-use super::{Time, Turn};
+use super::turns::SessionCore;
+use super::{DriverStep, Time};
 use crate::handover::source::{SourceEvent, SourceState};
 
 /// Session of a source: the state of its handover, and all that decides what its driver does next once the phases of
 /// the migration have ended.
 ///
-/// The driver asks for a [`Turn`], carries it out by [`source`](crate::handover::source::source), and reports what
+/// The driver asks for a [`DriverStep`], carries it out by [`source`](crate::handover::source::source), and reports what
 /// became of it. An event that an effect caused is handled first, then a repetition that is due, then an event from
 /// outside.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SourceSession {
-    turns: Turns<SourceState, SourceEvent>,
+    turns: SessionCore<SourceState, SourceEvent>,
     has_failed_effects: bool,
     unjournalled: Option<SourceState>,
     may_have_all: bool,
@@ -48,7 +48,12 @@ pub enum SourceRepetition {
 impl SourceSession {
     /// Creates the session of a migration in this state.
     pub fn new(state: SourceState) -> Self {
-        Self { turns: Turns::new(state), has_failed_effects: false, unjournalled: None, may_have_all: false }
+        Self {
+            turns: SessionCore::new(state),
+            has_failed_effects: false,
+            unjournalled: None,
+            may_have_all: false,
+        }
     }
 
     /// Returns the state of the handover.
@@ -84,7 +89,7 @@ impl SourceSession {
     }
 
     /// Returns the driver's next step.
-    pub fn next_turn(&mut self, now: Time) -> Turn<SourceEvent> {
+    pub fn next_turn(&mut self, now: Time) -> DriverStep<SourceEvent> {
         let is_over = self.turns.state.is_final() || self.turns.state == SourceState::Idle;
         self.turns.next(now, is_over)
     }
@@ -201,15 +206,15 @@ mod tests {
     fn follow_ups_come_first_and_a_final_state_ends_the_turns() {
         let mut session = session(SourceState::Aborting);
         session.follow_up(SourceEvent::Continued);
-        assert_eq!(session.next_turn(time(200)), Turn::Handle(SourceEvent::Continued));
-        assert_eq!(session.next_turn(time(99)), Turn::Wait(time(100)));
-        assert_eq!(session.next_turn(time(100)), Turn::Repeat);
+        assert_eq!(session.next_turn(time(200)), DriverStep::Handle(SourceEvent::Continued));
+        assert_eq!(session.next_turn(time(99)), DriverStep::Wait(time(100)));
+        assert_eq!(session.next_turn(time(100)), DriverStep::Repeat);
         session.repeat_after(time(130), RETRY);
-        assert_eq!(session.next_turn(time(229)), Turn::Wait(time(230)));
+        assert_eq!(session.next_turn(time(229)), DriverStep::Wait(time(230)));
         session.enter(SourceState::Aborted);
-        assert_eq!(session.next_turn(time(500)), Turn::End);
+        assert_eq!(session.next_turn(time(500)), DriverStep::End);
         session.follow_up(SourceEvent::QemuDied);
-        assert_eq!(session.next_turn(time(500)), Turn::Handle(SourceEvent::QemuDied));
+        assert_eq!(session.next_turn(time(500)), DriverStep::Handle(SourceEvent::QemuDied));
     }
 
     #[test]

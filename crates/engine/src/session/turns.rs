@@ -5,7 +5,7 @@ use super::{Contact, Time};
 
 /// Next step of a driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Turn<E> {
+pub enum DriverStep<E> {
     /// Handle this event, which an effect has caused.
     Handle(E),
     /// Carry out a repetition, whose time has come, and schedule the next one.
@@ -19,14 +19,14 @@ pub enum Turn<E> {
 /// Parts of a session that both roles have: the state, the events that effects have caused, the time of the next
 /// repetition, and the contact with the peer.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Turns<S, E> {
+pub(super) struct SessionCore<S, E> {
     pub(super) state: S,
     pub(super) contact: Contact,
     follow_ups: VecDeque<E>,
     repeat_at: Time,
 }
 
-impl<S, E> Turns<S, E> {
+impl<S, E> SessionCore<S, E> {
     /// Creates the turns of a migration in this state; a repetition is due.
     pub(super) fn new(state: S) -> Self {
         Self { state, contact: Contact::default(), follow_ups: VecDeque::new(), repeat_at: Time::default() }
@@ -48,15 +48,15 @@ impl<S, E> Turns<S, E> {
     }
 
     /// Returns the next step: events that effects have caused come first, and are handled even if the handover is over.
-    pub(super) fn next(&mut self, now: Time, is_over: bool) -> Turn<E> {
+    pub(super) fn next(&mut self, now: Time, is_over: bool) -> DriverStep<E> {
         if let Some(event) = self.take_follow_up() {
-            Turn::Handle(event)
+            DriverStep::Handle(event)
         } else if is_over {
-            Turn::End
+            DriverStep::End
         } else if now >= self.repeat_at {
-            Turn::Repeat
+            DriverStep::Repeat
         } else {
-            Turn::Wait(self.repeat_at)
+            DriverStep::Wait(self.repeat_at)
         }
     }
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use engine::handover::QemuAtStart;
 use engine::handover::destination::{DestinationEvent, DestinationState};
-use engine::session::{DestinationRepetition, RepetitionFacts, SilenceLimits, Turn};
+use engine::session::{DestinationRepetition, DriverStep, RepetitionContext, SilenceLimits};
 use proto::message::Finding;
 use tracing::{error, info, warn};
 
@@ -143,14 +143,14 @@ impl DestinationDriver {
             self.check_untrusted_page();
             self.finish_post_copy_if_complete();
             match self.session.next_turn(now) {
-                Turn::Handle(event) => self.take(&event),
-                Turn::End => break,
-                Turn::Repeat => {
+                DriverStep::Handle(event) => self.take(&event),
+                DriverStep::End => break,
+                DriverStep::Repeat => {
                     self.repeat();
                     // However long that took, notices that arrived in between are processed first.
                     self.session.repeat_after(self.clock.read(), retry);
                 }
-                Turn::Wait(until) => {
+                DriverStep::Wait(until) => {
                     if let Some(notice) = self.inbox.wait(self.clock.instant(until)) {
                         self.clock.read();
                         self.notice(notice);
@@ -240,7 +240,7 @@ impl DestinationDriver {
     /// Carries out the state's repetition.
     fn repeat(&mut self) {
         self.resume_post_copy();
-        let facts = RepetitionFacts {
+        let facts = RepetitionContext {
             has_control: self.connections.control.link().is_some(),
             is_cont_pending: self.resources.vm.as_ref().is_some_and(ArrivingVm::is_cont_pending),
         };

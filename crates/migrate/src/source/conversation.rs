@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::source::SourceEvent;
 use engine::session::{
-    LinkState, MessageOrigin, NoticeFacts, NoticeMeaning, PhaseNotice, ReconnectStep, Reconnection,
+    MessageOrigin, NoticeContext, NoticeMeaning, PeerConnections, PhaseNotice, ReconnectStep, Reconnection,
     SourceWait,
 };
 use link::transport::{BulkSettings, MessageSender, TransportError};
@@ -223,8 +223,11 @@ impl SourceDriver {
     }
 
     /// Returns the state of the connections.
-    pub(super) fn link_state(&self) -> LinkState {
-        LinkState { has_control: self.connections.control.is_some(), generation: self.connections.generation }
+    pub(super) fn link_state(&self) -> PeerConnections {
+        PeerConnections {
+            has_control: self.connections.control.is_some(),
+            generation: self.connections.generation,
+        }
     }
 
     /// Returns true if `link` is the present control connection.
@@ -267,7 +270,7 @@ impl SourceDriver {
     }
 
     fn meaning(&self, notice: &SourceNotice, wait: SourceWait) -> NoticeMeaning {
-        let facts = NoticeFacts {
+        let facts = NoticeContext {
             wait,
             epoch: self.terms.epoch(),
             generation: self.connections.generation,

@@ -8,7 +8,7 @@ mod post_copy;
 
 use engine::handover::QemuAtStart;
 use engine::handover::source::{SourceEvent, SourceState};
-use engine::session::{SourceRepetition, Turn};
+use engine::session::{DriverStep, SourceRepetition};
 use proto::message::Proposal;
 use tracing::{error, info, warn};
 
@@ -100,15 +100,15 @@ impl SourceDriver {
             // Each turn does one thing, at one time.
             let now = self.clock.read();
             match self.session.next_turn(now) {
-                Turn::Handle(event) => self.take(&event),
-                Turn::End => break,
-                Turn::Repeat => {
+                DriverStep::Handle(event) => self.take(&event),
+                DriverStep::End => break,
+                DriverStep::Repeat => {
                     self.phase(self.waiting_phase());
                     self.repeat();
                     // No matter how long that lasted, notices that arrived in the meantime are handled first.
                     self.session.repeat_after(self.clock.read(), retry);
                 }
-                Turn::Wait(until) => {
+                DriverStep::Wait(until) => {
                     self.phase(self.waiting_phase());
                     if let Some(notice) = self.inbox.wait(self.clock.instant(until)) {
                         self.clock.read();

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::OwedPages;
 use engine::handover::source::SourceEvent;
-use engine::session::{self, Ending, PostCopyGoal, StartOrder, Switchover, UnmetGoal};
+use engine::session::{self, PostCopyGoal, RoundsEnd, StartOrder, SwitchoverPlan, UnmetGoal};
 use link::transport::{ConnectionHandle, MessageSender};
 use proto::message::{Acceptance, Message};
 use proto::packed::Codec;
@@ -176,7 +176,7 @@ impl SourceDriver {
         &mut self,
         streaming: &mut Streaming,
         first: FirstRound,
-    ) -> Result<(Streams, OwedPages, Ending), Failure> {
+    ) -> Result<(Streams, OwedPages, RoundsEnd), Failure> {
         let FirstRound { mut streams, mut owed, order } = first;
         if order == StartOrder::DisksFirst {
             (streams, owed) = self.send_disks_first(streams, owed, streaming)?;
@@ -192,13 +192,13 @@ impl SourceDriver {
         mut records: StreamingRecords,
         streams: Streams,
         owed: OwedPages,
-        ending: Ending,
+        ending: RoundsEnd,
     ) -> Result<Ready, Failure> {
         let must_compare = self.controls.goals().verify;
-        let switchover = Switchover::begin(ending, self.session.state(), must_compare);
+        let switchover = SwitchoverPlan::begin(ending, self.session.state(), must_compare);
         let (state, streams) = match switchover.ending() {
-            Ending::PostCopy => (self.announce_pages(streams, owed, stopped, &mut records)?, None),
-            Ending::LastRound => {
+            RoundsEnd::PostCopy => (self.announce_pages(streams, owed, stopped, &mut records)?, None),
+            RoundsEnd::LastRound => {
                 let (state, streams) = self.last_pages(streams, owed, stopped)?;
                 (state, Some(streams))
             }

@@ -1,14 +1,14 @@
 //! Calibration: what forecasts learn from outcomes.
 
 use super::*;
-use crate::forecast::calibration::{CalibrationRecord, MigrationOutcome, VmKind, WriteHeat};
+use crate::forecast::calibration::{CalibrationRecord, MigrationOutcome, VmKind, WriteIntensity};
 
 fn idle_forecast() -> MigrationForecast {
     forecast_pattern(&facts(WorkingSetCurve::default()), OnLimit::Abort)
 }
 
 fn kind(memory_octave: u32) -> VmKind {
-    VmKind { policy: "pattern".to_owned(), memory_octave, heat: WriteHeat::Idle }
+    VmKind { policy: "pattern".to_owned(), memory_octave, heat: WriteIntensity::Idle }
 }
 
 /// A record of a migration whose total time was `percent` hundredths of the forecast.
@@ -28,7 +28,7 @@ fn kinds_follow_policy_size_and_writes() {
     let writes = [0, 10 * MIB, 90 * MIB].map(|rate| WorkingSetCurve::steady(rate, SECOND));
     let kinds = writes.map(|writes| VmKind::of("pattern", &facts(writes)));
     assert_eq!(kinds[0], kind(12));
-    assert_eq!([kinds[1].heat, kinds[2].heat], [WriteHeat::Warm, WriteHeat::Hot]);
+    assert_eq!([kinds[1].heat, kinds[2].heat], [WriteIntensity::Warm, WriteIntensity::Hot]);
 }
 
 #[test]

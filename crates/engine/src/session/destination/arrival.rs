@@ -10,13 +10,13 @@ use crate::handover::destination::DestinationState;
 /// Control stream of the source, and its generation. A newer one replaces it, and ends all connections of the older
 /// generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct ControlLink {
+pub struct SourceControlStream {
     generation: Generation,
     /// Number of the connection, by the driver's count; none while there is none.
     link: Option<u64>,
 }
 
-impl ControlLink {
+impl SourceControlStream {
     /// Creates the state before the first control stream.
     pub fn new() -> Self {
         Self { generation: Generation(1), link: None }
@@ -60,7 +60,7 @@ impl ControlLink {
     }
 }
 
-impl Default for ControlLink {
+impl Default for SourceControlStream {
     fn default() -> Self {
         Self::new()
     }
@@ -68,7 +68,7 @@ impl Default for ControlLink {
 
 /// Treatment of a message of the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Admission {
+pub enum MessageTreatment {
     /// It is an event of the handover: it names its epoch, and is valid on every connection.
     Handover,
     /// It belongs to the arrival, and this is the time for it.
@@ -81,7 +81,7 @@ pub enum Admission {
 
 /// Facts on which the treatment of a message depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MessageFacts {
+pub struct MessageContext {
     /// True if the message came over the control stream.
     pub is_on_control: bool,
     /// True if pages are missing, or their waits have not ended.
@@ -127,16 +127,16 @@ impl DestinationSession {
     }
 
     /// Returns the treatment of a message of the source.
-    pub fn admission(&self, message: &Message, facts: MessageFacts) -> Admission {
+    pub fn admission(&self, message: &Message, facts: MessageContext) -> MessageTreatment {
         let is_arriving = self.is_arriving(facts.is_on_control);
         let is_valid = match message {
             Message::Go { .. }
             | Message::Abort { .. }
             | Message::Inquire { .. }
             | Message::Verdict { .. } => {
-                return Admission::Handover;
+                return MessageTreatment::Handover;
             }
-            Message::Ping | Message::Pong => return Admission::SignOfLife,
+            Message::Ping | Message::Pong => return MessageTreatment::SignOfLife,
             // Missing pages arrive whatever else is decided.
             Message::Resume => is_arriving || facts.is_on_control && facts.has_missing_pages,
             Message::QueryTemplates { .. }
@@ -169,7 +169,7 @@ impl DestinationSession {
             | Message::RegistryRequest(_)
             | Message::RegistryReply(_) => false,
         };
-        if is_valid { Admission::Arrival } else { Admission::Unexpected }
+        if is_valid { MessageTreatment::Arrival } else { MessageTreatment::Unexpected }
     }
 
     /// Decides whether a payload of `bytes` bytes is received. `can_begin_post_copy` is true if post-copy was proposed

@@ -63,7 +63,7 @@ pub enum PhaseNotice<'a> {
 
 /// Facts on which the meaning of a notice depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NoticeFacts {
+pub struct NoticeContext {
     /// What the source waits for.
     pub wait: SourceWait,
     /// Epoch of the migration.
@@ -95,7 +95,7 @@ pub enum NoticeMeaning {
 
 impl SourceSession {
     /// Returns the meaning of a notice that arrives before the handover.
-    pub fn meaning(&self, notice: PhaseNotice<'_>, facts: NoticeFacts) -> NoticeMeaning {
+    pub fn meaning(&self, notice: PhaseNotice<'_>, facts: NoticeContext) -> NoticeMeaning {
         match notice {
             // It answers no question of the present connection.
             PhaseNotice::Message { origin: MessageOrigin::Replaced, .. } => NoticeMeaning::Nothing,
@@ -127,7 +127,7 @@ impl SourceSession {
 }
 
 /// Returns the meaning of a message on a connection that was not replaced.
-fn meaning_of(message: &Message, origin: MessageOrigin, facts: NoticeFacts) -> NoticeMeaning {
+fn meaning_of(message: &Message, origin: MessageOrigin, facts: NoticeContext) -> NoticeMeaning {
     match message {
         Message::Ping => NoticeMeaning::Ping,
         Message::Pong => NoticeMeaning::Nothing,
@@ -150,11 +150,11 @@ mod tests {
     const WAITS: [SourceWait; 4] =
         [SourceWait::Answer, SourceWait::NextStep, SourceWait::Reason, SourceWait::Link];
 
-    fn facts(wait: SourceWait) -> NoticeFacts {
-        NoticeFacts { wait, epoch: EPOCH, generation: Generation(3), is_querying_templates: false }
+    fn facts(wait: SourceWait) -> NoticeContext {
+        NoticeContext { wait, epoch: EPOCH, generation: Generation(3), is_querying_templates: false }
     }
 
-    fn meaning(notice: PhaseNotice<'_>, facts: NoticeFacts) -> NoticeMeaning {
+    fn meaning(notice: PhaseNotice<'_>, facts: NoticeContext) -> NoticeMeaning {
         SourceSession::new(SourceState::Prepared { run: true }).meaning(notice, facts)
     }
 
@@ -199,7 +199,7 @@ mod tests {
             assert_eq!(meaning(on_control(&Message::Pong), facts(wait)), NoticeMeaning::Nothing);
             assert_eq!(meaning(on_control(&pages), facts(wait)), NoticeMeaning::Nothing);
         }
-        let querying = NoticeFacts { is_querying_templates: true, ..facts(SourceWait::Answer) };
+        let querying = NoticeContext { is_querying_templates: true, ..facts(SourceWait::Answer) };
         assert_eq!(meaning(message(MessageOrigin::Control, &pages), querying), NoticeMeaning::Answer);
     }
 

@@ -21,7 +21,7 @@ use crate::throttle::processors::ThrottleDemand;
 
 /// Kind of the stop that ends the rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Ending {
+pub enum RoundsEnd {
     /// The guest is stopped while the remaining pages are sent.
     LastRound,
     /// The remaining pages are sent while the guest runs at the destination.
@@ -47,7 +47,7 @@ pub enum RoundStep {
         /// Downtime that the policy expects.
         expected_downtime: Duration,
         /// Kind of the stop.
-        ending: Ending,
+        ending: RoundsEnd,
     },
     /// End the migration.
     GiveUp {
@@ -58,7 +58,7 @@ pub enum RoundStep {
 
 /// Facts on which the next step depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RoundFacts {
+pub struct RoundContext {
     /// True if the control stream exists.
     pub has_control: bool,
     /// True if page cache is deferred that the guest is to give back before the stop.
@@ -92,7 +92,7 @@ pub struct SentRound {
 
 /// Result of a dirty scan, and the goals at that time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ScanFacts {
+pub struct ScanResult {
     /// Time of the scan.
     pub scanned_at: Time,
     /// Duration of the scan, in nanoseconds.
@@ -131,11 +131,11 @@ enum RoundStage {
     /// A round follows. With `discards_first`, pages are discarded before it.
     Send { discards_first: bool },
     /// The policy stops the guest; nothing is checked yet.
-    StopDecided { expected_downtime: Duration, ending: Ending },
+    StopDecided { expected_downtime: Duration, ending: RoundsEnd },
     /// No memory is deferred, and the notices that had arrived are handled.
-    NoticesHandled { expected_downtime: Duration, ending: Ending },
+    NoticesHandled { expected_downtime: Duration, ending: RoundsEnd },
     /// The pages for post-copy are discarded at the destination, as far as that is worth it.
-    Discarded { expected_downtime: Duration, ending: Ending },
+    Discarded { expected_downtime: Duration, ending: RoundsEnd },
     /// Deferred memory is part of the scan.
     TakenBack,
     /// The policy gives up.
@@ -204,7 +204,7 @@ impl Rounds {
 
     /// Decides after a dirty scan, whose result `scan` returns if it is needed: without a round before the scan, a
     /// round follows. Returns the decision, if there is one.
-    pub fn scanned(&mut self, scan: impl FnOnce() -> ScanFacts) -> Option<DecidedRound> {
+    pub fn scanned(&mut self, scan: impl FnOnce() -> ScanResult) -> Option<DecidedRound> {
         self.stage = RoundStage::Send { discards_first: false };
         let sent = self.sent.take()?;
         let scan = scan();
@@ -232,11 +232,11 @@ impl Rounds {
             }
             Decision::StopAndCopy { expected_downtime_ns, .. } => {
                 let expected_downtime = Duration::from_nanos(expected_downtime_ns);
-                RoundStage::StopDecided { expected_downtime, ending: Ending::LastRound }
+                RoundStage::StopDecided { expected_downtime, ending: RoundsEnd::LastRound }
             }
             Decision::PostCopy { expected_downtime_ns } => {
                 let expected_downtime = Duration::from_nanos(expected_downtime_ns);
-                RoundStage::StopDecided { expected_downtime, ending: Ending::PostCopy }
+                RoundStage::StopDecided { expected_downtime, ending: RoundsEnd::PostCopy }
             }
             Decision::GiveUp { reason } => RoundStage::GivenUp(reason),
         };
@@ -249,7 +249,7 @@ impl Rounds {
     }
 
     /// Returns the next step after a dirty scan.
-    pub fn next_step(&mut self, facts: RoundFacts) -> RoundStep {
+    pub fn next_step(&mut self, facts: RoundContext) -> RoundStep {
         match self.stage {
             RoundStage::Send { discards_first } => {
                 self.stage = RoundStage::Send { discards_first: false };
@@ -260,8 +260,8 @@ impl Rounds {
                 self.stage = RoundStage::NoticesHandled { expected_downtime, ending };
                 RoundStep::CheckControl
             }
-            RoundStage::NoticesHandled { expected_downtime, ending: Ending::PostCopy } => {
-                self.stage = RoundStage::Discarded { expected_downtime, ending: Ending::PostCopy };
+            RoundStage::NoticesHandled { expected_downtime, ending: RoundsEnd::PostCopy } => {
+                self.stage = RoundStage::Discarded { expected_downtime, ending: RoundsEnd::PostCopy };
                 RoundStep::Discard
             }
             RoundStage::NoticesHandled { expected_downtime, ending }
@@ -309,7 +309,7 @@ impl Rounds {
 }
 
 /// Returns the observation of a round, and of the scan that followed it, after `passes` passes.
-fn observe(sent: &SentRound, scan: &ScanFacts, passes: u32) -> RoundObservation {
+fn observe(sent: &SentRound, scan: &ScanResult, passes: u32) -> RoundObservation {
     RoundObservation {
         round: passes,
         dirty_pages: scan.dirty_pages,

@@ -1,27 +1,27 @@
 //! Switchover: what follows the stop of the guest.
 
-use super::rounds::Ending;
+use super::rounds::RoundsEnd;
 use crate::handover::source::SourceState;
 
 /// Plan of a source whose guest is stopped: the remaining pages are sent, or announced; if they were sent, and if that
 /// is requested, all is compared; then the destination loads the device state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Switchover {
-    ending: Ending,
+pub struct SwitchoverPlan {
+    ending: RoundsEnd,
     is_compared: bool,
 }
 
-impl Switchover {
+impl SwitchoverPlan {
     /// Plans what follows a stop of this kind, in this state of the handover.
-    pub fn begin(ending: Ending, state: &SourceState, must_compare: bool) -> Self {
+    pub fn begin(ending: RoundsEnd, state: &SourceState, must_compare: bool) -> Self {
         // A guest that was paused by its user does not write: it has no reason to need both hosts.
-        let ending = if runs_afterwards(state) { ending } else { Ending::LastRound };
+        let ending = if runs_afterwards(state) { ending } else { RoundsEnd::LastRound };
         // Pages that arrive while the guest runs cannot be compared.
-        Self { ending, is_compared: must_compare && ending == Ending::LastRound }
+        Self { ending, is_compared: must_compare && ending == RoundsEnd::LastRound }
     }
 
     /// Returns when the remaining pages are sent.
-    pub fn ending(self) -> Ending {
+    pub fn ending(self) -> RoundsEnd {
         self.ending
     }
 
@@ -43,31 +43,31 @@ mod tests {
     const RUNS: SourceState = SourceState::Stopped { run: true };
     const PAUSED: SourceState = SourceState::Stopped { run: false };
 
-    fn plan(ending: Ending, state: &SourceState, must_compare: bool) -> (Ending, bool) {
-        let switchover = Switchover::begin(ending, state, must_compare);
+    fn plan(ending: RoundsEnd, state: &SourceState, must_compare: bool) -> (RoundsEnd, bool) {
+        let switchover = SwitchoverPlan::begin(ending, state, must_compare);
         (switchover.ending(), switchover.is_compared())
     }
 
     #[test]
     fn what_was_sent_is_compared_if_requested() {
         for must_compare in [false, true] {
-            assert_eq!(plan(Ending::LastRound, &RUNS, must_compare), (Ending::LastRound, must_compare));
+            assert_eq!(plan(RoundsEnd::LastRound, &RUNS, must_compare), (RoundsEnd::LastRound, must_compare));
         }
     }
 
     #[test]
     fn pages_that_follow_the_guest_are_not_compared() {
         for must_compare in [false, true] {
-            assert_eq!(plan(Ending::PostCopy, &RUNS, must_compare), (Ending::PostCopy, false));
+            assert_eq!(plan(RoundsEnd::PostCopy, &RUNS, must_compare), (RoundsEnd::PostCopy, false));
         }
     }
 
     #[test]
     fn a_paused_guest_never_needs_both_hosts() {
         for (ending, must_compare) in
-            [(Ending::LastRound, false), (Ending::PostCopy, false), (Ending::PostCopy, true)]
+            [(RoundsEnd::LastRound, false), (RoundsEnd::PostCopy, false), (RoundsEnd::PostCopy, true)]
         {
-            assert_eq!(plan(ending, &PAUSED, must_compare), (Ending::LastRound, must_compare));
+            assert_eq!(plan(ending, &PAUSED, must_compare), (RoundsEnd::LastRound, must_compare));
         }
     }
 }

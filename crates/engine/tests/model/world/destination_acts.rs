@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use engine::handover::Step;
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState};
-use engine::session::{DestinationRepetition, DestinationSession, RepetitionFacts, SilenceLimits, Time};
+use engine::session::{DestinationRepetition, DestinationSession, RepetitionContext, SilenceLimits, Time};
 
 use super::acts::found;
 
@@ -71,7 +71,7 @@ impl World {
         if self.destination.life != Life::Up || *self.destination.state() == DestinationState::Idle {
             return;
         }
-        let facts = RepetitionFacts { has_control: self.streams, is_cont_pending: self.destination_cont };
+        let facts = RepetitionContext { has_control: self.streams, is_cont_pending: self.destination_cont };
         // The time of the model stands still: without streams it has always been long enough, and the contact is lost
         // by an action of its own.
         let limits = SilenceLimits { give_up_after: Duration::ZERO, reclaim_after: Duration::MAX };

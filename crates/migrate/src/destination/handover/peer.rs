@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEvent, DestinationState};
-use engine::session::{Admission, MessageFacts, PayloadKind};
+use engine::session::{MessageContext, MessageTreatment, PayloadKind};
 use link::transport::Incoming;
 use proto::message::{Acceptance, Finding, Message, Severity};
 use proto::{Epoch, Purpose};
@@ -38,12 +38,12 @@ impl DestinationDriver {
 
     /// Processes a message of the source.
     pub(super) fn message(&mut self, link: u64, message: Message) {
-        let facts = MessageFacts {
+        let facts = MessageContext {
             is_on_control: self.connections.control.is(link),
             has_missing_pages: self.resources.stage.missing().is_some(),
             epoch: self.terms.epoch(),
         };
-        if self.session.admission(&message, facts) == Admission::Unexpected {
+        if self.session.admission(&message, facts) == MessageTreatment::Unexpected {
             return self.handle_unexpected_message(link, &kind(&message));
         }
         let event = match message {

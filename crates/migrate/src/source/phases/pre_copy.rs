@@ -5,7 +5,9 @@ use engine::handover::source::SourceEvent;
 use engine::pre_copy::{
     AvailableStrategies, CostHistory, Decision, RoundObservation, StopTrace, ThrottleChange, TracedStopPolicy,
 };
-use engine::session::{DecidedRound, Ending, RoundFacts, RoundStep, Rounds, ScanFacts, SentRound, Time};
+use engine::session::{
+    DecidedRound, RoundContext, RoundStep, Rounds, RoundsEnd, ScanResult, SentRound, Time,
+};
 use engine::throttle::processors::ThrottleDemand;
 
 use super::page_selector::{PageSelector, RoundPages};
@@ -47,7 +49,7 @@ impl SourceDriver {
         streams: Streams,
         owed: OwedPages,
         streaming: &mut Streaming,
-    ) -> Result<(Streams, OwedPages, Ending), Failure> {
+    ) -> Result<(Streams, OwedPages, RoundsEnd), Failure> {
         self.phase(Phase::PreCopy);
         let (policy, selector) = self.new_policy();
         let hints = self.connect_to_guest(&streaming.reductions);
@@ -90,7 +92,7 @@ impl SourceDriver {
         streams: Streams,
         scanned: DirtyScan,
         streaming: &mut Streaming,
-    ) -> Result<(Streams, OwedPages, Option<Ending>), Failure> {
+    ) -> Result<(Streams, OwedPages, Option<RoundsEnd>), Failure> {
         let mut scanned = scanned;
         loop {
             let facts = self.round_facts(state, streaming);
@@ -118,8 +120,8 @@ impl SourceDriver {
         }
     }
 
-    fn round_facts(&self, state: &PreCopy, streaming: &Streaming) -> RoundFacts {
-        RoundFacts {
+    fn round_facts(&self, state: &PreCopy, streaming: &Streaming) -> RoundContext {
+        RoundContext {
             has_control: self.connections.control.is_some(),
             has_deferred: state.hints.as_ref().is_some_and(FreePageHints::has_deferred),
             has_discarded: !streaming.records.discards.is_none(self.connections.generation),
@@ -260,9 +262,9 @@ impl SourceDriver {
         }
     }
 
-    fn scan_facts(&self, scanned: &DirtyScan, payload: &Payload) -> ScanFacts {
+    fn scan_facts(&self, scanned: &DirtyScan, payload: &Payload) -> ScanResult {
         let (owed, goals) = (scanned.readable.owed(), self.controls.goals());
-        ScanFacts {
+        ScanResult {
             scanned_at: scanned.scanned_at,
             scan_ns: scanned.scan.duration_us.saturating_mul(1000),
             dirty_pages: owed.pages(),

@@ -4,8 +4,9 @@ use proto::message::Verdict;
 use super::*;
 
 const EPOCH: Epoch = Epoch(7);
-const ON_CONTROL: MessageFacts = MessageFacts { is_on_control: true, has_missing_pages: false, epoch: EPOCH };
-const ELSEWHERE: MessageFacts = MessageFacts { is_on_control: false, ..ON_CONTROL };
+const ON_CONTROL: MessageContext =
+    MessageContext { is_on_control: true, has_missing_pages: false, epoch: EPOCH };
+const ELSEWHERE: MessageContext = MessageContext { is_on_control: false, ..ON_CONTROL };
 
 fn incarnation() -> Incarnation {
     Incarnation { boot_id: "b".to_owned(), pid: 7, start_time_ticks: 9, generation: Generation(1) }
@@ -34,34 +35,41 @@ fn parts() -> Vec<Message> {
     ]
 }
 
-fn admissions(session: &DestinationSession, messages: &[Message], facts: MessageFacts) -> Vec<Admission> {
+fn admissions(
+    session: &DestinationSession,
+    messages: &[Message],
+    facts: MessageContext,
+) -> Vec<MessageTreatment> {
     messages.iter().map(|message| session.admission(message, facts)).collect()
 }
 
 #[test]
 fn the_vm_arrives_on_the_control_stream_up_to_ready() {
     let parts = parts();
-    assert_eq!(admissions(&prepared(), &parts, ON_CONTROL), vec![Admission::Arrival; parts.len()]);
+    assert_eq!(admissions(&prepared(), &parts, ON_CONTROL), vec![MessageTreatment::Arrival; parts.len()]);
     for (session, facts) in [(prepared(), ELSEWHERE), (ready(), ON_CONTROL), (ready(), ELSEWHERE)] {
-        assert_eq!(admissions(&session, &parts, facts), vec![Admission::Unexpected; parts.len()]);
+        assert_eq!(admissions(&session, &parts, facts), vec![MessageTreatment::Unexpected; parts.len()]);
     }
 }
 
 #[test]
 fn new_connections_bring_missing_pages_after_ready_too() {
-    let missing = MessageFacts { has_missing_pages: true, ..ON_CONTROL };
+    let missing = MessageContext { has_missing_pages: true, ..ON_CONTROL };
     let resume = |session: DestinationSession, facts| session.admission(&Message::Resume, facts);
-    assert_eq!(resume(ready(), missing), Admission::Arrival);
-    assert_eq!(resume(ready(), MessageFacts { is_on_control: false, ..missing }), Admission::Unexpected);
+    assert_eq!(resume(ready(), missing), MessageTreatment::Arrival);
+    assert_eq!(
+        resume(ready(), MessageContext { is_on_control: false, ..missing }),
+        MessageTreatment::Unexpected
+    );
     // Nothing else arrives then.
     let parts = &parts()[..7];
-    assert_eq!(admissions(&ready(), parts, missing), vec![Admission::Unexpected; 7]);
+    assert_eq!(admissions(&ready(), parts, missing), vec![MessageTreatment::Unexpected; 7]);
 }
 
 #[test]
 fn another_migration_holds_no_source() {
     let other = Message::Held { epoch: Epoch(8), run: true };
-    assert_eq!(prepared().admission(&other, ON_CONTROL), Admission::Unexpected);
+    assert_eq!(prepared().admission(&other, ON_CONTROL), MessageTreatment::Unexpected);
 }
 
 #[test]
@@ -73,9 +81,9 @@ fn messages_of_the_handover_are_valid_everywhere() {
         Message::Verdict { epoch: EPOCH, verdict: Verdict::Aborted },
     ];
     for (session, facts) in [(prepared(), ON_CONTROL), (prepared(), ELSEWHERE), (ready(), ELSEWHERE)] {
-        assert_eq!(admissions(&session, &handover, facts), [Admission::Handover; 4]);
+        assert_eq!(admissions(&session, &handover, facts), [MessageTreatment::Handover; 4]);
         let alive = [Message::Ping, Message::Pong];
-        assert_eq!(admissions(&session, &alive, facts), [Admission::SignOfLife; 2]);
+        assert_eq!(admissions(&session, &alive, facts), [MessageTreatment::SignOfLife; 2]);
     }
 }
 
@@ -92,15 +100,15 @@ fn messages_of_a_destination_are_never_expected() {
         Message::Ask { epoch },
         Message::Ready { epoch, incarnation: incarnation(), digest: String::new(), load_us: 0 },
     ];
-    let facts = MessageFacts { has_missing_pages: true, ..ON_CONTROL };
+    let facts = MessageContext { has_missing_pages: true, ..ON_CONTROL };
     for session in [prepared(), ready()] {
-        assert_eq!(admissions(&session, &others, facts), [Admission::Unexpected; 8]);
+        assert_eq!(admissions(&session, &others, facts), [MessageTreatment::Unexpected; 8]);
     }
 }
 
 #[test]
 fn a_newer_control_stream_replaces_the_older_one() {
-    let mut control = ControlLink::new();
+    let mut control = SourceControlStream::new();
     assert_eq!(control.connected(3, Some(Generation(1))), None);
     assert!(control.is(3) && control.is_present(Generation(1)));
     // Questions have connections of their own.
@@ -116,7 +124,7 @@ fn a_newer_control_stream_replaces_the_older_one() {
 
 #[test]
 fn an_ended_generation_does_not_begin_again() {
-    let mut control = ControlLink::new();
+    let mut control = SourceControlStream::new();
     control.connected(3, Some(Generation(2)));
     assert_eq!(control.connected(4, Some(Generation(1))), Some(4));
     assert!(control.is(3) && control.is_present(Generation(2)));
@@ -128,7 +136,7 @@ fn an_ended_generation_does_not_begin_again() {
 
 #[test]
 fn only_the_end_of_the_control_stream_is_its_loss() {
-    let mut control = ControlLink::new();
+    let mut control = SourceControlStream::new();
     control.connected(3, Some(Generation(1)));
     assert!(!control.lost(2));
     assert!(control.is(3));

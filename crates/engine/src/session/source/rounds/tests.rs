@@ -1,10 +1,10 @@
 use super::*;
 use crate::pre_copy::{AnyPolicy, FixedCost, HybridPolicy, Limit, OnLimit, PatternPolicy, PolicyEvent};
 
-const OPEN: RoundFacts = RoundFacts { has_control: true, has_deferred: false, has_discarded: false };
-const CUT: RoundFacts = RoundFacts { has_control: false, ..OPEN };
-const DEFERRED: RoundFacts = RoundFacts { has_deferred: true, ..OPEN };
-const DISCARDED: RoundFacts = RoundFacts { has_discarded: true, ..OPEN };
+const OPEN: RoundContext = RoundContext { has_control: true, has_deferred: false, has_discarded: false };
+const CUT: RoundContext = RoundContext { has_control: false, ..OPEN };
+const DEFERRED: RoundContext = RoundContext { has_deferred: true, ..OPEN };
+const DISCARDED: RoundContext = RoundContext { has_discarded: true, ..OPEN };
 
 /// So few pages that the guest is stopped for them.
 const FEW: u64 = 100;
@@ -19,12 +19,12 @@ fn whole_round() -> SentRound {
     SentRound { pages_sent: 1_000_000, duration_ns: 1_000_000_000, ..SentRound::default() }
 }
 
-fn scan(dirty_pages: u64) -> ScanFacts {
-    ScanFacts { dirty_pages, ..ScanFacts::default() }
+fn scan(dirty_pages: u64) -> ScanResult {
+    ScanResult { dirty_pages, ..ScanResult::default() }
 }
 
 /// Returns rounds of which one was sent, and after which a scan found these pages.
-fn rounds_after(passes: u32, scan: ScanFacts) -> Rounds {
+fn rounds_after(passes: u32, scan: ScanResult) -> Rounds {
     let mut rounds = Rounds::new(hybrid(passes));
     rounds.end_first_pass();
     assert_eq!(rounds.scanned(|| unreachable!("there was no round")), None);
@@ -36,7 +36,7 @@ fn rounds_after(passes: u32, scan: ScanFacts) -> Rounds {
 }
 
 /// Returns the steps until the scan is used.
-fn steps(rounds: &mut Rounds, facts: RoundFacts) -> Vec<RoundStep> {
+fn steps(rounds: &mut Rounds, facts: RoundContext) -> Vec<RoundStep> {
     let mut steps = Vec::new();
     loop {
         let step = rounds.next_step(facts);
@@ -47,7 +47,7 @@ fn steps(rounds: &mut Rounds, facts: RoundFacts) -> Vec<RoundStep> {
     }
 }
 
-fn is_stop(step: Option<&RoundStep>, expected: Ending) -> bool {
+fn is_stop(step: Option<&RoundStep>, expected: RoundsEnd) -> bool {
     matches!(step, Some(RoundStep::Stop { ending, .. }) if *ending == expected)
 }
 
@@ -78,7 +78,7 @@ fn few_pages_stop_the_guest_once_notices_are_handled() {
     let mut rounds = rounds_after(1, scan(FEW));
     let steps = steps(&mut rounds, OPEN);
     assert_eq!(steps[0], RoundStep::CheckControl);
-    assert!(is_stop(steps.get(1), Ending::LastRound), "{steps:?}");
+    assert!(is_stop(steps.get(1), RoundsEnd::LastRound), "{steps:?}");
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn many_pages_are_discarded_before_post_copy() {
     // Pages that were written since the last discard remain.
     let steps = steps(&mut rounds, DISCARDED);
     assert_eq!(steps[..2], [RoundStep::CheckControl, RoundStep::Discard]);
-    assert!(is_stop(steps.get(2), Ending::PostCopy), "{steps:?}");
+    assert!(is_stop(steps.get(2), RoundsEnd::PostCopy), "{steps:?}");
 }
 
 #[test]
@@ -141,7 +141,7 @@ fn deferred_memory_stays_deferred_during_rounds() {
 
 #[test]
 fn memory_is_discarded_once_before_rounds_of_disks_alone() {
-    let disks = ScanFacts { must_precopy_pages: MANY / 2, ..scan(MANY) };
+    let disks = ScanResult { must_precopy_pages: MANY / 2, ..scan(MANY) };
     let mut rounds = rounds_after(1, disks);
     assert!(rounds.sends_must_precopy_only());
     assert_eq!(steps(&mut rounds, OPEN), [RoundStep::Discard, RoundStep::Send]);
@@ -157,7 +157,7 @@ fn a_policy_that_gives_up_ends_the_rounds() {
     let mut rounds = Rounds::new(TracedStopPolicy::new(policy));
     rounds.end_first_pass();
     rounds.sent(whole_round(), true);
-    let decided = rounds.scanned(|| ScanFacts { goals, ..scan(MANY) }).unwrap();
+    let decided = rounds.scanned(|| ScanResult { goals, ..scan(MANY) }).unwrap();
     assert!(matches!(decided.decision, Decision::GiveUp { .. }), "{decided:?}");
     assert_eq!(decided.demand, None);
     let RoundStep::GiveUp { reason } = rounds.next_step(CUT) else { panic!("it goes on") };
@@ -170,7 +170,7 @@ fn goals_and_demands_reach_policy_and_throttle() {
     rounds.end_first_pass();
     rounds.sent(whole_round(), true);
     let goals = PreCopyGoals { max_downtime_ns: 77, ..PreCopyGoals::default() };
-    let decided = rounds.scanned(|| ScanFacts { goals, is_throttle_requested: true, ..scan(MANY) }).unwrap();
+    let decided = rounds.scanned(|| ScanResult { goals, is_throttle_requested: true, ..scan(MANY) }).unwrap();
     let demand = decided.demand.unwrap();
     assert_eq!((demand.is_chosen, demand.is_requested), (false, true));
     assert_eq!((demand.passes, demand.max_downtime_ns), (2, 77));
@@ -192,14 +192,14 @@ fn observation_covers_round_scan_and_interval() {
         bytes_sent: 7,
         duration_ns: 8,
     };
-    let scan = ScanFacts {
+    let scan = ScanResult {
         scanned_at: at(25),
         scan_ns: 9,
         dirty_pages: 10,
         full_pages: 11,
         must_precopy_pages: 12,
         elapsed: Duration::from_nanos(13),
-        ..ScanFacts::default()
+        ..ScanResult::default()
     };
     let expected = RoundObservation {
         round: 14,
@@ -246,7 +246,7 @@ fn a_changed_strategy_is_reported_once() {
     for _ in 0..2 {
         rounds.select_pages(MANY, 1);
         rounds.sent(whole_round(), true);
-        let decided = rounds.scanned(|| ScanFacts { goals, ..scan(900_000) }).unwrap();
+        let decided = rounds.scanned(|| ScanResult { goals, ..scan(900_000) }).unwrap();
         outlooks += u32::from(decided.new_outlook.is_some());
     }
     assert_eq!(outlooks, 1);

@@ -22,7 +22,7 @@ pub struct Alternative {
 
 /// Forecast of a request, and of the other ways if it is not expected to converge.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Prospect {
+pub struct ForecastWithAlternatives {
     /// Name of the policy of the request.
     pub policy: String,
     /// Forecast of the request.
@@ -39,7 +39,7 @@ pub fn compare(
     policy: &AnyPolicy,
     goals: PreCopyGoals,
     ways: AvailableStrategies,
-) -> Prospect {
+) -> ForecastWithAlternatives {
     let requested = forecast(facts, policy, goals);
     let mut alternatives = Vec::new();
     if !requested.converges {
@@ -63,7 +63,7 @@ pub fn compare(
         .map(|(way, forecast)| Alternative { way, forecast })
         .collect();
     alternatives.sort_by_key(|other| other.forecast.total_ns.expected);
-    Prospect {
+    ForecastWithAlternatives {
         policy: policy.name().to_owned(),
         forecast: requested,
         max_downtime_ns: goals.max_downtime_ns,
@@ -102,7 +102,7 @@ fn megabytes(bytes_per_s: u64) -> u64 {
 }
 
 /// Text for users: whether it converges, what it takes, and what would work instead.
-impl fmt::Display for Prospect {
+impl fmt::Display for ForecastWithAlternatives {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let MigrationForecast { end, total_ns, downtime_ns, bytes, .. } = self.forecast;
         if self.forecast.converges {

@@ -53,7 +53,7 @@ fn pressed_in_the_middle(subject: &str, key: char) -> Option<(Scene, std::proces
     Some((Scene { rack, serial, trial }, output))
 }
 
-/// It boots anew while it is moved, and finds its memory as it writes it then.
+/// It boots anew while it is moved, and where it has arrived, and finds its memory as it writes it then.
 #[test]
 #[ignore = "make rack"]
 fn a_guest_that_reboots() {
@@ -71,6 +71,11 @@ fn a_guest_that_reboots() {
     let later = there.ticks().unwrap().into_iter().map(|tick| tick.n);
     let all: Vec<_> = numbers.into_iter().chain(later).collect();
     assert!(all.windows(2).any(|pair| pair[1] < pair[0]), "it has not rebooted: {all:?}");
+    assert_whole(rack, beta);
+    // Where it has arrived, its devices are reset, too.
+    let before = there.next_tick().unwrap().n;
+    press(beta, &there, 'b');
+    until("it has booted anew", || there.next_tick().is_ok_and(|tick| tick.n < before));
     assert_whole(rack, beta);
     move_guest(rack, beta, &rack.hosts[0], &[]);
     scene.trial.works();

@@ -67,9 +67,10 @@ impl Tools {
 /// Copies this machine's QEMU with its firmware, and with all libraries but the C library's: the host's is newer.
 fn bring_qemu(environment: &Environment, to: &Path) -> Result<()> {
     let qemu = environment.qemu(QemuVersion::Installed)?.program;
-    let (libraries, firmware) = (to.join("lib"), to.join("share"));
+    let (libraries, firmware, modules) = (to.join("lib"), to.join("share"), to.join("modules"));
     make(&libraries)?;
     make(&firmware)?;
+    make(&modules)?;
     make(&to.join("bin"))?;
     copy(&qemu, &to.join("bin/qemu-system-x86_64"))?;
     for library in libraries_of(&run(Command::new("ldd").arg(&qemu))?) {
@@ -85,9 +86,14 @@ fn bring_qemu(environment: &Environment, to: &Path) -> Result<()> {
             copy(&file, &firmware.join(file.file_name().unwrap_or_default()))?;
         }
     }
+    // An agent asks a QEMU for its abilities without KVM, and the host's modules are of another version.
+    let emulation = Path::new("/usr/lib/x86_64-linux-gnu/qemu/accel-tcg-x86_64.so");
+    if emulation.exists() {
+        copy(emulation, &modules.join("accel-tcg-x86_64.so"))?;
+    }
     // The process is QEMU itself, and finds its libraries all the same.
     let script = format!(
-        "#!/bin/sh\nexport LD_LIBRARY_PATH={MOUNTED}/qemu/lib\nexec {MOUNTED}/qemu/bin/qemu-system-x86_64 -L {BROUGHT_FIRMWARE} \"$@\"\n"
+        "#!/bin/sh\nexport LD_LIBRARY_PATH={MOUNTED}/qemu/lib QEMU_MODULE_DIR={MOUNTED}/qemu/modules\nexec {MOUNTED}/qemu/bin/qemu-system-x86_64 -L {BROUGHT_FIRMWARE} \"$@\"\n"
     );
     let program = to.join("qemu-system-x86_64");
     let context = || format!("cannot write {}", program.display());

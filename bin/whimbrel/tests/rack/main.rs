@@ -3,17 +3,21 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
+mod block_devices;
 mod confined;
 #[allow(unreachable_pub, reason = "other test programs have it as a part of a module")]
 #[path = "../common/draw.rs"]
 mod draw;
 mod echo;
+mod firmware;
 mod guest_events;
 mod kvm;
+mod memory;
 mod power;
 mod smoke;
 mod storage;
 mod support;
+mod throttle;
 mod tried;
 mod tunnel;
 mod units;

@@ -46,7 +46,7 @@ fn make_group(host: &RackHost, pool_mib: u64) {
 }
 
 /// Compares the half of a disk that the guest does not write with its first content, past the page cache.
-fn assert_first_half(host: &RackHost, disk: &str) {
+pub(crate) fn assert_first_half(host: &RackHost, disk: &str) {
     host.shell(&format!(
         "dd if={disk} bs=1M count={0} iflag=direct 2>/dev/null | cmp -n {1} - /mnt/rack/{CONTENT}",
         MIB / 2,

@@ -4,8 +4,8 @@ use lab::rack::{Rack, RackHost};
 use lab::{Boot, GuestSpec, until};
 
 use crate::support::{
-    assert_whole, begin, blockers, guest_at, kvm_guest, move_guest, qemu_status, qemus, rack, two,
-    wait_for_sent, wait_settled,
+    VM, assert_moved, assert_whole, begin, blockers, guest_at, kvm_guest, move_guest, qemu_status, qemus,
+    rack, two, wait_for_sent, wait_settled,
 };
 use crate::tried::Trial;
 
@@ -51,8 +51,12 @@ fn move_through_swap(rack: &Rack, from: &RackHost, to: &RackHost) {
     let reclaim = "while sleep 0.3; do for group in whimbrel.service whimbrel-vm-vm1.scope; do \
         echo 16M >/sys/fs/cgroup/system.slice/$group/memory.reclaim; done; done 2>/dev/null";
     to.run(&["systemd-run", "--quiet", "--unit=reclaim", "sh", "-c", reclaim]).unwrap();
-    move_guest(rack, from, to, &["--bandwidth", "8M"]);
+    let output = begin(from, to, &["--bandwidth", "8M"]).wait_with_output().unwrap();
+    // Otherwise the guest would wait for its pages more than it works.
     to.run(&["systemctl", "stop", "reclaim"]).unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert_moved(&rack.whimbrel(from, &["report", VM]).ok().json());
+    assert_whole(rack, to);
     assert!(swapped_out(to) > before, "{} has not swapped", to.name());
 }
 

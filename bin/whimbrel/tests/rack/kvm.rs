@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use lab::rack::{Rack, RackHost, RackSerial};
-use lab::{Boot, GuestSpec, Load, Ram, vm_address};
+use lab::{Boot, GuestSpec, Load, Ram, until, vm_address};
 
 use crate::echo::Echo;
 use crate::support::{
-    VM, assert_whole, begin, kvm_guest, move_guest, rack, run_in_guest, two, wait_for_sent, with_shell,
+    VM, assert_whole, begin, kvm_guest, move_guest, qemus, rack, run_in_guest, two, wait_for_sent, with_shell,
 };
 use crate::tried::Trial;
 
@@ -46,6 +46,8 @@ fn there_and_back(ram: Ram, prepare: impl Fn(&RackHost), check: impl Fn(&RackHos
         assert_eq!(output.code, 1, "{report:#}");
         assert!(report.to_string().contains("post-copy is not possible"), "{report:#}");
         assert_whole(&rack, alpha);
+        // Its huge pages are needed again.
+        until("the destination has nothing of it", || qemus(beta) == 0);
         move_guest(&rack, alpha, beta, &[]);
     }
     echo.wait_for_more();

@@ -43,6 +43,10 @@ pub enum NetworkItemKind {
     Table,
     /// A network device.
     Device,
+    /// A route in a routing table of a redirection.
+    Route,
+    /// A policy rule, which chooses such a table.
+    Rule,
 }
 
 impl NetworkItemKind {
@@ -51,6 +55,8 @@ impl NetworkItemKind {
         match self {
             Self::Table => "table",
             Self::Device => "device",
+            Self::Route => "route",
+            Self::Rule => "rule",
         }
     }
 }

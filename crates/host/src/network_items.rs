@@ -19,8 +19,11 @@ const REMOVAL_MS: u64 = 5000;
 pub fn list(journal: &Journal) -> Result<NetworkState, JournalError> {
     let mut state = NetworkState::default();
     // The kernel is read first: a migration that begins in between is in the journal by then.
-    let parts =
-        [("tables of netfilter", net::inventory::tables()), ("network devices", net::inventory::devices())];
+    let parts = [
+        ("tables of netfilter", net::inventory::tables()),
+        ("network devices", net::inventory::devices()),
+        ("routes and policy rules", net::inventory::routing()),
+    ];
     let mut found = Vec::new();
     for (part, items) in parts {
         match items {
@@ -56,6 +59,8 @@ fn describe(item: KernelItem, records: &[MigrationRecord], now_ms: u64) -> Netwo
         kind: match item.kind {
             KernelItemKind::Table => NetworkItemKind::Table,
             KernelItemKind::Device => NetworkItemKind::Device,
+            KernelItemKind::Route => NetworkItemKind::Route,
+            KernelItemKind::Rule => NetworkItemKind::Rule,
         },
         name: item.name,
         interfaces: item.interfaces,

@@ -5,6 +5,8 @@
 //! whose directions simply differ would not be translated. Flags that only the kernel may set are left out. Sequence
 //! numbers and windows, which the kernel does not list, begin anew with the next packets.
 
+mod inside;
+
 use std::collections::BTreeSet;
 use std::fmt;
 use std::io;

@@ -151,16 +151,16 @@ impl Diversion {
 }
 
 /// Composes the structure with which netfilter's messages begin.
-fn nfgen(family: u8, resource: u16) -> [u8; 4] {
+pub(crate) fn nfgen(family: u8, resource: u16) -> [u8; 4] {
     let [high, low] = resource.to_be_bytes();
     [family, 0, high, low]
 }
 
-fn begin_batch(requests: &mut Requests) {
+pub(crate) fn begin_batch(requests: &mut Requests) {
     requests.request(abi::BATCH_BEGIN, 0, &nfgen(0, abi::NFTABLES));
 }
 
-fn end_batch(requests: &mut Requests) {
+pub(crate) fn end_batch(requests: &mut Requests) {
     requests.request(abi::BATCH_END, 0, &nfgen(0, abi::NFTABLES));
 }
 
@@ -202,7 +202,7 @@ fn divert(table: &str, rules: &[(&str, u32)]) -> Requests {
 }
 
 /// Appends an expression of a rule.
-fn expression(requests: &mut Requests, name: &str, data: impl FnOnce(&mut Requests)) {
+pub(crate) fn expression(requests: &mut Requests, name: &str, data: impl FnOnce(&mut Requests)) {
     requests.nest(1).text(1, name).nest(2);
     data(requests);
     requests.end().end();

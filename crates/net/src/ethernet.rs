@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 /// Length of a header without a VLAN tag, in bytes.
 pub const HEADER_BYTES: usize = 14;
 /// Length of a VLAN tag, in bytes.
@@ -20,7 +22,7 @@ pub const IPV6: u16 = 0x86dd;
 pub const VLAN: u16 = 0x8100;
 
 /// MAC address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Mac(pub [u8; 6]);
 
 impl Mac {

@@ -1,10 +1,12 @@
-//! Inventory of a host's kernel: the tables of netfilter and the devices that this program has made there.
+//! Inventory of a host's kernel: the tables of netfilter, devices, routes and policy rules that this program has made there.
 //!
-//! Each bears the name of its migration: a table in its own name, a device as its alias. So they are found without any
-//! record of them, also those of an agent that was killed, and those that another program has made in our name.
+//! Each bears the name of its migration: a table in its own name, a device as its alias. Routes and policy rules have the
+//! number of our protocol, and lead through such a device. So they are found without any record of them, also those of an
+//! agent that was killed, and those that another program has made in our name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use crate::divert::{OWN_NAME_START, TABLE_START};
 use crate::netlink::{DUMP, Requests, Socket, attribute, attributes};
@@ -27,7 +29,24 @@ mod abi {
     pub(super) const LINK_BYTES: usize = 16;
     pub(super) const LINK_NAME: u16 = 3;
     pub(super) const LINK_ALIAS: u16 = 20;
+    pub(super) const GET_ROUTE: u16 = 26;
+    pub(super) const GET_RULE: u16 = 34;
+    /// Bytes of the structures with which messages about routes and about policy rules begin.
+    pub(super) const ROUTE_BYTES: usize = 12;
+    pub(super) const ROUTE_DESTINATION: u16 = 1;
+    pub(super) const ROUTE_DEVICE: u16 = 4;
+    pub(super) const TABLE: u16 = 15;
+    pub(super) const RULE_TO: u16 = 1;
+    pub(super) const RULE_FROM: u16 = 2;
+    pub(super) const RULE_PRIORITY: u16 = 6;
+    pub(super) const RULE_PROTOCOL: u16 = 21;
+    pub(super) const FAMILY_IPV6: u8 = 10;
 }
+
+/// Number of our protocol in routes and policy rules: "W".
+pub(crate) const REDIRECTION_PROTOCOL: u8 = 0x57;
+/// End of the names of a redirection's tables, before a number.
+pub(crate) const REDIRECTION_TABLE: &str = "-redirection-";
 
 /// Kind of what a migration has in the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,6 +55,10 @@ pub enum KernelItemKind {
     Table,
     /// A network device.
     Device,
+    /// A route in a routing table of our own.
+    Route,
+    /// A policy rule, which chooses such a table.
+    Rule,
 }
 
 /// Something of a migration in the kernel.
@@ -80,6 +103,93 @@ pub fn devices() -> io::Result<Vec<KernelItem>> {
     Ok(found)
 }
 
+/// Lists our routes and policy rules, in the network namespace of this thread.
+pub fn routing() -> io::Result<Vec<KernelItem>> {
+    let route = Socket::route()?;
+    let mut names = BTreeMap::new();
+    let mut request = Requests::default();
+    request.request(abi::GET_LINK, DUMP, &[0; abi::LINK_BYTES]);
+    route.dump(request, |body| names.extend(index(body).zip(device(body))))?;
+    let (mut migrations, mut found) = (BTreeMap::new(), Vec::new());
+    let mut request = Requests::default();
+    request.request(abi::GET_ROUTE, DUMP, &[0; abi::ROUTE_BYTES]);
+    route.dump(request, |body| {
+        let Some((table, item)) = route_item(body, &names) else { return };
+        if let Some(migration) = &item.migration {
+            migrations.insert(table, migration.clone());
+        }
+        found.push(item);
+    })?;
+    let mut request = Requests::default();
+    request.request(abi::GET_RULE, DUMP, &[0; abi::ROUTE_BYTES]);
+    route.dump(request, |body| found.extend(rule_item(body, &migrations)))?;
+    found.sort();
+    Ok(found)
+}
+
+/// Returns the number of the device that a message describes.
+fn index(body: &[u8]) -> Option<u32> {
+    body.get(4..)?.first_chunk().map(|index| u32::from_ne_bytes(*index))
+}
+
+/// Returns the option of `ip` for a family of addresses.
+fn option(body: &[u8]) -> &'static str {
+    if body.first() == Some(&abi::FAMILY_IPV6) { "-6 " } else { "" }
+}
+
+/// Returns the route that a message describes, with its table, if it is ours.
+fn route_item(body: &[u8], devices: &BTreeMap<u32, KernelItem>) -> Option<(u32, KernelItem)> {
+    let attributes = body.get(abi::ROUTE_BYTES..)?;
+    if *body.get(5)? != REDIRECTION_PROTOCOL {
+        return None;
+    }
+    let table = number(attributes, abi::TABLE)?;
+    let device = number(attributes, abi::ROUTE_DEVICE).and_then(|device| devices.get(&device));
+    let destination = match address(attributes, abi::ROUTE_DESTINATION) {
+        Some(destination) => format!("{destination}/{}", body.get(1)?),
+        None => "default".to_owned(),
+    };
+    let name = format!("{destination} table {table}");
+    let item = KernelItem {
+        kind: KernelItemKind::Route,
+        migration: device.and_then(|device| device.migration.clone()),
+        interfaces: device.map(|device| device.name.clone()).into_iter().collect(),
+        removal: format!("ip {}route delete {name}", option(body)),
+        name,
+    };
+    Some((table, item))
+}
+
+/// Returns the policy rule that a message describes, if it is ours. `migrations` are those of routing tables.
+fn rule_item(body: &[u8], migrations: &BTreeMap<u32, String>) -> Option<KernelItem> {
+    let attributes = body.get(abi::ROUTE_BYTES..)?;
+    if attribute(attributes, abi::RULE_PROTOCOL)?.first() != Some(&REDIRECTION_PROTOCOL) {
+        return None;
+    }
+    let (priority, table) = (number(attributes, abi::RULE_PRIORITY)?, number(attributes, abi::TABLE)?);
+    let ends = [("from", abi::RULE_FROM), ("to", abi::RULE_TO)];
+    let ends = ends.map(|(word, kind)| address(attributes, kind).map(|address| format!("{word} {address} ")));
+    let ends: String = ends.into_iter().flatten().collect();
+    let name = format!("{ends}table {table}");
+    Some(KernelItem {
+        kind: KernelItemKind::Rule,
+        migration: migrations.get(&table).cloned(),
+        interfaces: Vec::new(),
+        removal: format!("ip {}rule delete {name} priority {priority}", option(body)),
+        name,
+    })
+}
+
+fn number(bytes: &[u8], kind: u16) -> Option<u32> {
+    attribute(bytes, kind)?.first_chunk().map(|bytes| u32::from_ne_bytes(*bytes))
+}
+
+fn address(bytes: &[u8], kind: u16) -> Option<IpAddr> {
+    let bytes = attribute(bytes, kind)?;
+    let short = <[u8; 4]>::try_from(bytes).map(|bytes| Ipv4Addr::from(bytes).into());
+    short.ok().or_else(|| <[u8; 16]>::try_from(bytes).ok().map(|bytes| Ipv6Addr::from(bytes).into()))
+}
+
 /// Our tables, by family and name.
 #[derive(Default)]
 struct Tables(BTreeMap<(u8, String), Table>);
@@ -118,7 +228,7 @@ impl Tables {
             let family = family_name(family);
             KernelItem {
                 kind: KernelItemKind::Table,
-                migration: name.strip_prefix(TABLE_START).map(str::to_owned),
+                migration: name.strip_prefix(TABLE_START).map(|name| migration(name).to_owned()),
                 interfaces: interfaces.into_iter().collect(),
                 // Its name cannot be typed: `#` begins a comment there.
                 removal: format!("nft delete table {family} handle {handle}"),
@@ -127,6 +237,12 @@ impl Tables {
         };
         self.0.into_iter().map(item).collect()
     }
+}
+
+/// Returns the migration in the end of a table's name. That of a redirection also has a number.
+fn migration(name: &str) -> &str {
+    let end = |(_, number): &(&str, &str)| number.bytes().all(|letter| letter.is_ascii_digit());
+    name.rsplit_once(REDIRECTION_TABLE).filter(end).map_or(name, |(migration, _)| migration)
 }
 
 /// Divides a message of netfilter into the family and the attributes.
@@ -254,6 +370,50 @@ mod tests {
         assert_eq!(device(&link("whimbrel0", None)).unwrap().migration, None);
     }
 
+    #[test]
+    fn tables_of_redirections_name_their_migration() {
+        for (name, expected) in [
+            ("web#3-redirection-712", "web#3"),
+            ("web#3", "web#3"),
+            ("a-redirection-b#3", "a-redirection-b#3"),
+            ("a-redirection-1#3-redirection-7", "a-redirection-1#3"),
+        ] {
+            assert_eq!(migration(name), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn routes_and_policy_rules_name_the_migration_of_their_device() {
+        let of_web = device(&link("whimbrel1000000", Some("web#3"))).unwrap();
+        let devices = BTreeMap::from([(7, of_web)]);
+        let route = |protocol: u8, device: u32| {
+            let fixed = [2, 32, 0, 0, 0, protocol, 0, 1, 0, 0, 0, 0];
+            message(&fixed, |requests| {
+                requests.attribute(abi::ROUTE_DESTINATION, &[10, 0, 0, 7]);
+                requests.attribute(abi::TABLE, &1_460_000_000_u32.to_ne_bytes());
+                requests.attribute(abi::ROUTE_DEVICE, &device.to_ne_bytes());
+            })
+        };
+        assert_eq!(route_item(&route(3, 7), &devices), None, "another program's");
+        let (table, item) = route_item(&route(REDIRECTION_PROTOCOL, 7), &devices).unwrap();
+        assert_eq!((table, item.migration.as_deref()), (1_460_000_000, Some("web#3")));
+        assert_eq!(item.removal, "ip route delete 10.0.0.7/32 table 1460000000");
+        assert_eq!(route_item(&route(REDIRECTION_PROTOCOL, 8), &devices).unwrap().1.migration, None);
+        let rule = |protocol: u8| {
+            message(&[10, 128, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0], |requests| {
+                requests.attribute(abi::RULE_PROTOCOL, &[protocol]);
+                requests.attribute(abi::RULE_TO, &Ipv6Addr::LOCALHOST.octets());
+                requests.attribute(abi::RULE_PRIORITY, &5702_u32.to_ne_bytes());
+                requests.attribute(abi::TABLE, &1_460_000_000_u32.to_ne_bytes());
+            })
+        };
+        let migrations = BTreeMap::from([(table, "web#3".to_owned())]);
+        assert_eq!(rule_item(&rule(2), &migrations), None, "the kernel's");
+        let item = rule_item(&rule(REDIRECTION_PROTOCOL), &migrations).unwrap();
+        assert_eq!(item.migration.as_deref(), Some("web#3"));
+        assert_eq!(item.removal, "ip -6 rule delete to ::1 table 1460000000 priority 5702");
+    }
+
     proptest! {
         #[test]
         fn any_bytes_are_read(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
@@ -262,6 +422,8 @@ mod tests {
             found.add_table(&bytes);
             prop_assert!(found.items().len() <= 1);
             device(&bytes);
+            route_item(&bytes, &BTreeMap::new());
+            rule_item(&bytes, &BTreeMap::new());
         }
     }
 }

@@ -1,7 +1,8 @@
 //! A VM's network from outside: what the agent does with the frames of a guest's network cards.
 //!
-//! This crate knows taps, frames and addresses, and nothing of a migration or of another host. Decisions are pure:
-//! they take frames and times, and return frames and results. What touches the kernel is apart from them.
+//! This crate knows taps, frames and addresses, and nothing of a migration but its name. Other hosts are known to
+//! redirections alone. Decisions are pure: they take frames, facts and times, and return frames, plans and results. All
+//! that touches the kernel is apart from them.
 //!
 //! | module | is |
 //! |---|---|
@@ -24,6 +25,7 @@
 //! | [`prober`] | sends and looks for these frames |
 //! | [`pinger`] | asks a guest that has moved, from the host where it was |
 //! | [`ports`] | the place of a tap in the bridges of its host |
+//! | [`redirection`] | redirects connections of a guest that has moved to another network |
 //! | [`inventory`] | lists what this program has in the kernel of a host |
 
 pub mod addresses;
@@ -47,6 +49,7 @@ pub mod ports;
 pub mod probe;
 pub mod prober;
 pub mod reachability;
+pub mod redirection;
 mod repeater;
 
 pub use announcer::Announcer;

@@ -20,6 +20,10 @@ pub const CREATE: u16 = 0x400;
 pub const EXCLUSIVE: u16 = 0x200;
 /// See [`REQUEST`].
 pub const DUMP: u16 = 0x300;
+/// Flag of a request: what is there is replaced.
+pub const REPLACE: u16 = 0x100;
+/// Flag of a request: what is made comes behind what is there.
+pub const APPEND: u16 = 0x800;
 
 /// Bytes of a message's header.
 const HEADER_BYTES: usize = 16;
@@ -209,6 +213,16 @@ impl Socket {
     /// Opens a connection to the devices and routes of the network namespace of this thread.
     pub fn route() -> io::Result<Self> {
         Self::open(None)
+    }
+
+    /// Opens a connection to parts of the kernel that are found by a name, in the network namespace of this thread.
+    pub fn generic() -> io::Result<Self> {
+        Self::open(Some(netlink::GENERIC))
+    }
+
+    /// Returns the number of the device with this name, in the network namespace of this connection.
+    pub fn index_of(&self, interface: &str) -> io::Result<u32> {
+        Ok(rustix::net::netdevice::name_to_index(&self.0, interface)?)
     }
 
     fn open(protocol: Option<Protocol>) -> io::Result<Self> {

@@ -1,0 +1,66 @@
+//! Redirection of connections for a guest that has moved to another network.
+//!
+//! A guest keeps the addresses that it has configured. In the network that it has left, its old host stands in for it:
+//! a *station* with the MAC address of its card answers for its address there, and what arrives is sent through a tunnel
+//! to the host that has it now. There a *wire* connects the guest's tap with the host's routing instead of a bridge, so
+//! that the host answers for the guest's gateway and its former neighbours, and another station answers for the address
+//! that the guest has in the new network, which is translated. Connections that came through a tunnel bear its mark, and
+//! answers to them return through it; all others leave by the new address.
+//!
+//! ```text
+//!   old network                     tunnel                      new network
+//!  ──┬────────────             ┌──────────────┐              ────────────┬──
+//!    │ bridge                  │              │                   bridge │
+//!  station (O) ── old host ── end            end ── new host ── station (N)
+//!                                                       │  N ⇄ O, if no mark
+//!                                                     wire
+//!                                                       │
+//!                                                      tap: guest, address O
+//! ```
+//!
+//! A redirection is data ([`Redirection`]), the same for all hosts that take part. Each host computes a [`HostPlan`]
+//! from it: the objects that its kernel needs. Decisions are pure; what touches the kernel is apart from them.
+//!
+//! | module | is |
+//! |---|---|
+//! | [`parts`] | addresses, networks, legs: what a redirection consists of; pure |
+//! | [`tunnel`] | kinds of tunnels, the choice among them, and what their headers take; pure |
+//! | [`names`] | names and numbers of all that a redirection has in a kernel; pure |
+//! | [`objects`] | objects of a kernel; pure |
+//! | [`rules`] | rules of netfilter; pure |
+//! | [`plan`] | the objects that a host needs; pure |
+//! | [`onward`] | the redirection of a guest that moves on or back, and who may change one; pure |
+//! | [`judge`] | what stands against a redirection before the guest is touched; pure |
+//! | [`teardown`] | whether a redirection is still needed; pure |
+//! | [`record`] | the record of a redirection, kept in a file until nothing of it is left |
+//! | [`survey`] | reads from the kernel what `judge` and `plan` need |
+//! | [`kernel`] | makes and removes objects |
+//! | [`encoding`] | rules as the kernel takes them |
+//! | [`wireguard`] | keys and peers of WireGuard |
+//! | [`keeper`] | prepares, switches, restores and removes redirections |
+
+pub mod encoding;
+pub mod judge;
+pub mod keeper;
+pub mod kernel;
+pub mod names;
+pub mod objects;
+pub mod onward;
+pub mod parts;
+pub mod plan;
+pub mod record;
+pub mod rules;
+pub mod survey;
+pub mod teardown;
+#[cfg(test)]
+mod testing;
+pub mod tunnel;
+pub mod wireguard;
+
+pub use keeper::RedirectionKeeper;
+pub use parts::{
+    AddressPair, GuestAddressing, GuestPlace, Lan, LanNetwork, Leg, Prefix, Presence, Redirection,
+};
+pub use plan::{HostAbilities, HostPlan, plan};
+pub use record::{RecordStage, RedirectionRecord};
+pub use tunnel::{Tunnel, TunnelKind};

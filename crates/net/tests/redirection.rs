@@ -1,0 +1,229 @@
+//! Connections go on while a guest moves to another network, there and back: needs root.
+//!
+//! The laboratory's hosts are in different networks here, with its router between them. Its witness is the guest: a
+//! cable is its card, and the end at a host stands for the tap.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+
+#[path = "redirection/network.rs"]
+mod network;
+#[path = "redirection/tunnels.rs"]
+mod tunnels;
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use net::inventory;
+use net::redirection::keeper::RedirectionError;
+use net::redirection::onward::{NetworkMove, moved};
+use net::redirection::teardown;
+use net::redirection::{GuestAddressing, GuestPlace, RecordStage, Redirection, TunnelKind};
+use network::{BOTH, Ends, Family, NEW, Network, OLD, tunnel};
+use whimbrel_net as net;
+
+/// Moves the guest from the old host to the new one.
+fn first_move(network: &Network, addressing: GuestAddressing) -> Redirection {
+    let families = if addressing == GuestAddressing::Both { &BOTH[..1] } else { &BOTH[..] };
+    network.first_move(addressing, families, tunnel(TunnelKind::Vxlan))
+}
+
+#[test]
+fn connections_go_on_in_another_network_and_nothing_is_left() {
+    let network = Network::new();
+    let before = network.state();
+    let redirection = first_move(&network, GuestAddressing::Translated);
+    let mut old: Vec<_> = BOTH.iter().map(|family| network.connect(*family, OLD)).collect();
+    let mut opened: Vec<_> = BOTH.iter().map(|family| network.connect_from_guest(*family).0).collect();
+    old.iter_mut().chain(&mut opened).for_each(Ends::exchange);
+
+    // An abort leaves nothing.
+    let prepared = network.prepare(&redirection);
+    assert_ne!(network.state(), before);
+    old.iter_mut().for_each(Ends::exchange);
+    for (side, record) in [OLD, NEW].into_iter().zip(prepared) {
+        network.at(side, |keeper| keeper.undo(record)).unwrap();
+    }
+    assert_eq!(network.state(), before);
+
+    let mut records = network.prepare(&redirection);
+    network.move_guest(NEW);
+    network.switch(&mut records);
+    old.iter_mut().chain(&mut opened).for_each(Ends::exchange);
+    for family in BOTH {
+        let mut new = network.connect(family, NEW);
+        new.exchange();
+        network.connect(family, OLD).exchange();
+        let (mut opened, from) = network.connect_from_guest(family);
+        opened.exchange();
+        assert_eq!(from, family.guest(NEW), "the guest's new connections leave by its new address");
+        let (mut neighbour, from) = network.connect_to_neighbour(family);
+        neighbour.exchange();
+        assert_eq!(from, family.guest(OLD), "former neighbours know the old address");
+    }
+    old.iter_mut().chain(&mut opened).for_each(Ends::exchange);
+
+    for side in [OLD, NEW] {
+        let items = network.host(side).within(|| {
+            [inventory::devices(), inventory::tables(), inventory::routing()].map(Result::unwrap).concat()
+        });
+        let items = items.unwrap();
+        assert!(
+            items.len() > 5 && items.iter().all(|item| item.migration.as_deref() == Some("guest#3")),
+            "{items:#?}"
+        );
+        let count = network.host(side).within(|| teardown::connections(&records[side]));
+        let count = count.unwrap().unwrap().unwrap();
+        assert!(count >= 4, "{count} connections at {side}");
+    }
+    drop((old, opened));
+    lab::until("no connection uses the old address", || {
+        [OLD, NEW].into_iter().all(|side| {
+            let count = network.host(side).within(|| teardown::connections(&records[side]));
+            count.unwrap().unwrap() == Some(0)
+        })
+    });
+    network.release(records);
+    network.move_guest(OLD);
+    assert_eq!(network.state(), before);
+}
+
+#[test]
+fn a_redirection_outlives_agents_and_hosts_and_obeys_its_owner() {
+    let network = Network::new();
+    let before = network.state();
+    let redirection = first_move(&network, GuestAddressing::Translated);
+    let mut old = network.connect(Family::V4, OLD);
+    let mut records = network.prepare(&redirection);
+    network.move_guest(NEW);
+    network.switch(&mut records);
+    old.exchange();
+
+    // The old host starts anew: its kernel has nothing, but the record is there.
+    network.host(OLD).within(|| network::forget_all(7)).unwrap();
+    let restored = network.at(OLD, |keeper| {
+        let (records, errors) = keeper.restore()?;
+        assert!(errors.is_empty(), "{errors:?}");
+        Ok(records)
+    });
+    assert_eq!(restored.unwrap(), records[..1]);
+    old.exchange();
+    // An agent that starts anew finds everything there.
+    let restored = network.at(NEW, whimbrel_net::redirection::RedirectionKeeper::restore).unwrap();
+    assert_eq!((restored.0.as_slice(), restored.1.len()), (&records[1..], 0));
+    old.exchange();
+
+    let late = Redirection { epoch: 2, migration: "guest#2".to_owned(), ..redirection.clone() };
+    let refused = network.at(OLD, |keeper| keeper.prepare(&late, &network.abilities(OLD)));
+    assert!(matches!(refused, Err(RedirectionError::NotOwner(_))), "{refused:?}");
+    // The owner itself may repeat what it did.
+    let again = network.at(NEW, |keeper| keeper.prepare(&redirection, &network.abilities(NEW))).unwrap();
+    assert_eq!((again.stage, &again), (RecordStage::Active, &records[1]));
+    old.exchange();
+    drop(old);
+    network.release(records);
+    network.move_guest(OLD);
+    assert_eq!(network.state(), before);
+}
+
+#[test]
+fn a_guest_that_moves_back_takes_its_redirection_along() {
+    let network = Network::new();
+    let before = network.state();
+    let first = first_move(&network, GuestAddressing::Translated);
+    let mut old = network.connect(Family::V4, OLD);
+    let mut records = network.prepare(&first);
+    network.move_guest(NEW);
+    network.switch(&mut records);
+    let mut new = network.connect(Family::V4, NEW);
+    let (mut opened, _) = network.connect_from_guest(Family::V4);
+    old.exchange();
+
+    let next = NetworkMove {
+        migration: "guest#4".to_owned(),
+        epoch: 4,
+        card: network::CARD,
+        addressing: GuestAddressing::Translated,
+        from: network.place(NEW, GuestAddressing::Translated, &BOTH),
+        to: GuestPlace { number: 8, ..network.place(OLD, GuestAddressing::Translated, &BOTH) },
+        tunnels: BTreeMap::from([("b".to_owned(), (8, network::turned(TunnelKind::Vxlan)))]),
+    };
+    let entries = network.entries(NEW);
+    let back = moved(Some(&first), next).unwrap();
+    assert_eq!(back.left, Vec::<String>::new());
+    let back = back.redirection.unwrap();
+    assert_eq!(back.legs.len(), 1, "the way to the network where the guest is has ended");
+    let taken = Redirection { place: GuestPlace { number: 7, ..back.place.clone() }, ..back.clone() };
+    let refused = network.at(OLD, |keeper| keeper.prepare(&taken, &network.abilities(OLD)));
+    assert!(matches!(refused, Err(RedirectionError::NumberInUse { number: 7, .. })), "{refused:?}");
+    let mut records = network.prepare(&back);
+    network.carry(OLD, &entries, "b", Some(&first), &back);
+    network.move_guest(OLD);
+    network.switch(&mut records);
+    for connection in [&mut old, &mut new, &mut opened] {
+        connection.exchange();
+    }
+    network.connect(Family::V4, NEW).exchange();
+    network.connect(Family::V4, OLD).exchange();
+    let (mut opened, from) = network.connect_from_guest(Family::V4);
+    opened.exchange();
+    assert_eq!(from, Family::V4.guest(OLD), "it is at home");
+    assert_eq!(
+        network.at(OLD, whimbrel_net::redirection::RedirectionKeeper::records).unwrap().len(),
+        1,
+        "the former one is gone"
+    );
+    drop((old, new, opened));
+    network.release(records);
+    assert_eq!(network.state(), before);
+}
+
+#[test]
+fn a_guest_can_have_both_addresses() {
+    let network = Network::new();
+    let before = network.state();
+    let redirection = first_move(&network, GuestAddressing::Both);
+    let mut old = network.connect(Family::V4, OLD);
+    let (mut opened, _) = network.connect_from_guest(Family::V4);
+    let mut records = network.prepare(&redirection);
+    network.move_guest(NEW);
+    network.switch(&mut records);
+    network.give_new_address();
+    let mut new = network.connect(Family::V4, NEW);
+    let (mut later, from) = network.connect_from_guest(Family::V4);
+    assert_eq!(from, Family::V4.guest(NEW));
+    for connection in [&mut old, &mut opened, &mut new, &mut later] {
+        connection.exchange();
+    }
+    drop((old, opened, new, later));
+    network.release(records);
+    network.move_guest(OLD);
+    assert_eq!(network.state(), before);
+}
+
+#[test]
+fn facts_are_read_from_the_kernel() {
+    let network = Network::new();
+    let before = network.state();
+    let host = network.host(NEW);
+    let facts = host.within(network::facts).unwrap();
+    assert!(facts.tunnels.contains(&TunnelKind::Vxlan), "{facts:?}");
+    assert!(facts.abilities.has_egress && facts.abilities.has_v6 && facts.tracks, "{facts:?}");
+    assert_eq!((facts.path_mtu, facts.closed.len()), (1500, 1), "{facts:?}");
+    assert!(facts.closed[0].forwards && facts.closed[0].name == "inet closed forward", "{facts:?}");
+    let gateway: IpAddr = Family::V4.gateway(NEW);
+    assert_eq!(
+        facts.taken,
+        [gateway].into(),
+        "the router answers, and no station for the guest's new address"
+    );
+    assert!(facts.own.iter().any(|own| own.address == Family::V4.host(NEW)), "{facts:?}");
+    host.run(&["nft", "delete table inet closed"]).unwrap();
+    assert_eq!(network.state(), before);
+}
+
+#[test]
+fn each_kind_of_tunnel_carries_connections() {
+    for kind in TunnelKind::ALL.into_iter().filter(|kind| !tunnels::carries(*kind)) {
+        lab::not_tried(format!("redirection by {kind}: this kernel has no {}", kind.module()));
+    }
+}

@@ -1,0 +1,439 @@
+//! Two networks with a router between them, a client behind it, and a guest that moves from one to the other.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{Read as _, Write as _};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use lab::lab::VM_BRIDGE;
+use lab::{DEADLINE, Host, Lab, LabConfig, until};
+use net::conntrack::{self, TrackedConnection};
+use net::netlink::Socket;
+use net::redirection::judge::RedirectionFacts;
+use net::redirection::keeper::RedirectionError;
+use net::redirection::names::Names;
+use net::redirection::onward::{NetworkMove, carried, moved};
+use net::redirection::{
+    AddressPair, GuestAddressing, GuestPlace, HostAbilities, Lan, LanNetwork, Prefix, Presence, Redirection,
+    RedirectionKeeper, RedirectionRecord, Tunnel, TunnelKind, survey, tunnel as tunnels,
+};
+use net::{Mac, inventory};
+use serde_json::Value;
+use whimbrel_net as net;
+
+/// The host that the guest leaves first, and the other one.
+pub(crate) const OLD: usize = 0;
+/// See [`OLD`].
+pub(crate) const NEW: usize = 1;
+
+/// The device of a host behind which the guest's card is.
+const TAP: &str = "tap0";
+/// MAC address of the guest's card.
+pub(crate) const CARD: Mac = Mac([0x52, 0x54, 0, 0, 0, 7]);
+/// More than a path holds at once, in segments of the largest size.
+const PAYLOAD: usize = 300_000;
+
+/// Family of addresses. In each network the router is .254 or `::fe`, a host .2 and the guest .5.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Family {
+    V4,
+    V6,
+}
+
+impl Family {
+    fn address(self, network: u8, v4: u8, v6: u16) -> IpAddr {
+        match self {
+            Self::V4 => [10, network, 0, v4].into(),
+            Self::V6 => format!("fd{network}::{v6:x}").parse().unwrap(),
+        }
+    }
+
+    fn network(side: usize) -> u8 {
+        [92, 94][side]
+    }
+
+    pub(crate) fn guest(self, side: usize) -> IpAddr {
+        self.address(Self::network(side), 5, 5)
+    }
+
+    pub(crate) fn gateway(self, side: usize) -> IpAddr {
+        self.address(Self::network(side), 254, 0xfe)
+    }
+
+    pub(crate) fn host(self, side: usize) -> IpAddr {
+        self.address(Self::network(side), 2, 2)
+    }
+
+    fn client(self) -> IpAddr {
+        self.address(93, 1, 1)
+    }
+
+    fn length(self) -> u8 {
+        if self == Self::V4 { 24 } else { 64 }
+    }
+}
+
+/// Both ends of a connection.
+pub(crate) struct Ends(TcpStream, TcpStream);
+
+impl Ends {
+    /// Sends much to and fro at once.
+    pub(crate) fn exchange(&mut self) {
+        let one_way = |mut from: &TcpStream, mut to: &TcpStream, byte: u8| {
+            thread::scope(|scope| {
+                scope.spawn(move || from.write_all(&vec![byte; PAYLOAD]).unwrap());
+                let mut buffer = vec![0; PAYLOAD];
+                to.read_exact(&mut buffer).unwrap();
+                assert!(buffer.iter().all(|got| *got == byte));
+            });
+        };
+        one_way(&self.0, &self.1, 1);
+        one_way(&self.1, &self.0, 2);
+    }
+}
+
+/// Families of addresses of a test.
+pub(crate) const BOTH: [Family; 2] = [Family::V4, Family::V6];
+
+pub(crate) fn tunnel(kind: TunnelKind) -> Tunnel {
+    let mtu = tunnels::mtu(kind, false, 1500);
+    let (old_end, new_end) = (Family::V4.host(OLD), Family::V4.host(NEW));
+    Tunnel { kind, old_end, new_end, mtu, port: 7741, keys: None }
+}
+
+/// Returns the tunnel for the way back.
+pub(crate) fn turned(kind: TunnelKind) -> Tunnel {
+    let there = tunnel(kind);
+    Tunnel { old_end: there.new_end, new_end: there.old_end, ..there }
+}
+
+pub(crate) struct Network {
+    lab: Lab,
+}
+
+impl Network {
+    pub(crate) fn new() -> Self {
+        let this = Self { lab: Lab::up(&LabConfig::for_test()).unwrap() };
+        let (lab, router) = (&this.lab, &this.lab.router);
+        router.run(&["ip", "link", "set", "dev", "b", "nomaster"]).unwrap();
+        let routers = [(router, VM_BRIDGE, 92), (router, "b", 94), (router, "clients", 93)];
+        for (host, device, network) in routers {
+            set(host, &format!("net/ipv6/conf/{device}/disable_ipv6"), "0");
+            let v4 = Family::V4.address(network, 254, 0);
+            if network == 94 {
+                address(host, device, v4, Family::V4);
+            }
+            address(host, device, Family::V6.address(network, 0, 0xfe), Family::V6);
+        }
+        set(router, "net/ipv6/conf/all/forwarding", "1");
+        for side in [OLD, NEW] {
+            let host = this.host(side);
+            // As strict as hosts may be.
+            set(host, "net/ipv4/conf/all/rp_filter", "1");
+            // Addresses are there at once, and stay as they are.
+            set(host, &format!("net/ipv6/conf/{VM_BRIDGE}/accept_dad"), "0");
+            set(host, &format!("net/ipv6/conf/{VM_BRIDGE}/disable_ipv6"), "0");
+            for family in [Family::V4, Family::V6] {
+                address(host, VM_BRIDGE, family.host(side), family);
+            }
+            // Without a route to the sender of a packet that is too big nobody tells it.
+            for family in BOTH {
+                let gateway = family.gateway(side).to_string();
+                host.run(&["ip", "route", "add", "default", "via", &gateway]).unwrap();
+            }
+        }
+        set(&lab.client, "net/ipv6/conf/net/disable_ipv6", "0");
+        address(&lab.client, "net", Family::V6.client(), Family::V6);
+        let gateway = Family::V6.address(93, 0, 0xfe).to_string();
+        lab.client.run(&["ip", "-6", "route", "add", "default", "via", &gateway]).unwrap();
+        this.make_guest();
+        this
+    }
+
+    /// Connects the guest, which is the laboratory's witness, with the old host.
+    fn make_guest(&self) {
+        let guest = self.guest();
+        let (card, namespace) = (CARD.to_string(), self.host(OLD).namespace());
+        guest
+            .run(&[
+                "ip", "link", "add", "eth0", "address", &card, "type", "veth", "peer", "name", TAP, "netns",
+                namespace,
+            ])
+            .unwrap();
+        guest.run(&["ip", "link", "set", "dev", "eth0", "up"]).unwrap();
+        set(guest, "net/ipv6/conf/eth0/disable_ipv6", "0");
+        for family in [Family::V4, Family::V6] {
+            address(guest, "eth0", family.guest(OLD), family);
+            let gateway = family.gateway(OLD).to_string();
+            guest.run(&["ip", "route", "add", "default", "via", &gateway]).unwrap();
+        }
+        self.join(OLD);
+    }
+
+    fn join(&self, side: usize) {
+        self.host(side).run(&["ip", "link", "set", "dev", TAP, "master", VM_BRIDGE, "up"]).unwrap();
+    }
+
+    fn guest(&self) -> &Host {
+        &self.lab.witness
+    }
+
+    pub(crate) fn host(&self, side: usize) -> &Host {
+        [&self.lab.a, &self.lab.b][side]
+    }
+
+    /// Moves the guest's tap to a host.
+    pub(crate) fn move_guest(&self, to: usize) {
+        let namespace = self.host(to).namespace();
+        self.host(1 - to).run(&["ip", "link", "set", "dev", TAP, "netns", namespace]).unwrap();
+        self.join(to);
+    }
+
+    /// Gives the guest the new address itself, as something in the guest would.
+    pub(crate) fn give_new_address(&self) {
+        address(self.guest(), "eth0", Family::V4.guest(NEW), Family::V4);
+        let gateway = Family::V4.gateway(NEW).to_string();
+        let own = Family::V4.guest(NEW).to_string();
+        self.guest().run(&["ip", "route", "replace", "default", "via", &gateway, "src", &own]).unwrap();
+    }
+
+    /// Returns a place of the guest.
+    pub(crate) fn place(&self, side: usize, addressing: GuestAddressing, families: &[Family]) -> GuestPlace {
+        let network = |family: &Family| LanNetwork {
+            prefix: Prefix { address: family.gateway(side), length: family.length() },
+            gateway: Some(family.gateway(side)),
+        };
+        let pair = |family: &Family| {
+            let public = family.guest(side);
+            let guest = if addressing == GuestAddressing::Both { public } else { family.guest(OLD) };
+            AddressPair { guest, public }
+        };
+        let lan = Lan {
+            bridge: Some(VM_BRIDGE.to_owned()),
+            vlan: None,
+            mtu: 1500,
+            networks: families.iter().map(network).collect(),
+            neighbours: Vec::new(),
+        };
+        let station = if side == OLD { CARD } else { Names(7).station_mac() };
+        let presence = Presence { lan, station, pairs: families.iter().map(pair).collect() };
+        let host = self.host(side).name().to_owned();
+        GuestPlace { host, interface: TAP.to_owned(), number: 7, presence }
+    }
+
+    /// Returns the redirection of a guest that moves from the old host to the new one.
+    pub(crate) fn first_move(
+        &self,
+        addressing: GuestAddressing,
+        families: &[Family],
+        tunnel: Tunnel,
+    ) -> Redirection {
+        let next = NetworkMove {
+            migration: "guest#3".to_owned(),
+            epoch: 3,
+            card: CARD,
+            addressing,
+            from: self.place(OLD, addressing, families),
+            to: self.place(NEW, addressing, families),
+            tunnels: BTreeMap::from([("a".to_owned(), (7, tunnel))]),
+        };
+        moved(None, next).unwrap().redirection.unwrap()
+    }
+
+    /// Works with the keeper of a host, as an agent there would.
+    pub(crate) fn at<T: Send>(
+        &self,
+        side: usize,
+        work: impl FnOnce(&RedirectionKeeper) -> Result<T, RedirectionError> + Send,
+    ) -> Result<T, RedirectionError> {
+        let host = self.host(side);
+        let directory = host.directory().join("redirections");
+        host.within(|| work(&RedirectionKeeper::new(host.name(), &directory))).unwrap()
+    }
+
+    pub(crate) fn abilities(&self, side: usize) -> HostAbilities {
+        self.host(side).within(survey::abilities).unwrap().unwrap()
+    }
+
+    /// Prepares a redirection on both hosts.
+    pub(crate) fn prepare(&self, redirection: &Redirection) -> Vec<RedirectionRecord> {
+        let prepare = |side| {
+            let abilities = self.abilities(side);
+            self.at(side, |keeper| keeper.prepare(redirection, &abilities)).unwrap()
+        };
+        [OLD, NEW].map(prepare).to_vec()
+    }
+
+    /// Switches on both hosts.
+    pub(crate) fn switch(&self, records: &mut [RedirectionRecord]) {
+        for (side, record) in records.iter_mut().enumerate().rev() {
+            self.at(side, |keeper| keeper.switch(record)).unwrap();
+        }
+    }
+
+    /// Ends a redirection on both hosts.
+    pub(crate) fn release(&self, records: Vec<RedirectionRecord>) {
+        for (side, record) in records.into_iter().enumerate() {
+            self.at(side, |keeper| keeper.release(record)).unwrap();
+        }
+    }
+
+    /// Returns the entries of the guest's connections at a host.
+    pub(crate) fn entries(&self, side: usize) -> Vec<TrackedConnection> {
+        let addresses = [OLD, NEW].map(|side| Family::V4.guest(side)).into();
+        let list = || conntrack::list(&Socket::netfilter().unwrap(), &addresses, usize::MAX);
+        self.host(side).within(list).unwrap().unwrap().0
+    }
+
+    /// Installs at a host what the entries of another host become there.
+    pub(crate) fn carry(
+        &self,
+        to: usize,
+        entries: &[TrackedConnection],
+        from: &str,
+        old: Option<&Redirection>,
+        new: &Redirection,
+    ) {
+        let carried: Vec<_> = entries.iter().filter_map(|entry| carried(entry, from, old, new)).collect();
+        assert_eq!(carried.len(), entries.len());
+        let install = || conntrack::install(&Socket::netfilter().unwrap(), &carried).unwrap().len();
+        self.host(to).within(install).unwrap();
+    }
+
+    fn connection(from: &Host, to: &Host, listen: IpAddr, connect: IpAddr) -> (Ends, IpAddr) {
+        let listener = to.within(|| TcpListener::bind((listen, 0)).unwrap()).unwrap();
+        let target = SocketAddr::new(connect, listener.local_addr().unwrap().port());
+        let client = from.within(|| TcpStream::connect_timeout(&target, DEADLINE).unwrap()).unwrap();
+        let (server, peer) = listener.accept().unwrap();
+        for stream in [&client, &server] {
+            stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        }
+        (Ends(client, server), peer.ip())
+    }
+
+    /// Connects the client with the guest by its address in one of the networks.
+    pub(crate) fn connect(&self, family: Family, side: usize) -> Ends {
+        let any = if family == Family::V4 { "0.0.0.0" } else { "::" };
+        let (client, guest) = (&self.lab.client, self.guest());
+        Self::connection(client, guest, any.parse().unwrap(), family.guest(side)).0
+    }
+
+    /// Connects the guest with the client; returns the address by which the client knows it.
+    pub(crate) fn connect_from_guest(&self, family: Family) -> (Ends, IpAddr) {
+        Self::connection(self.guest(), &self.lab.client, family.client(), family.client())
+    }
+
+    /// Connects the guest with a neighbour in its old network.
+    pub(crate) fn connect_to_neighbour(&self, family: Family) -> (Ends, IpAddr) {
+        let neighbour = family.gateway(OLD);
+        Self::connection(self.guest(), &self.lab.router, neighbour, neighbour)
+    }
+
+    /// Returns the whole network state of both hosts, but for the guest's tap, which moves, and for what the kernels learn
+    /// and forget by themselves.
+    pub(crate) fn state(&self) -> Vec<BTreeMap<String, String>> {
+        [OLD, NEW].map(|side| state(self.host(side))).into()
+    }
+}
+
+fn address(host: &Host, device: &str, address: IpAddr, family: Family) {
+    let address = format!("{address}/{}", family.length());
+    let words = ["ip", "addr", "add", &address, "dev", device, "nodad"];
+    host.run(&words[..if family == Family::V4 { 6 } else { 7 }]).unwrap();
+}
+
+fn set(host: &Host, path: &str, value: &str) {
+    host.within(|| fs::write(Path::new("/proc/sys").join(path), value)).unwrap().unwrap();
+}
+
+fn state(host: &Host) -> BTreeMap<String, String> {
+    let commands = [
+        "ip -j link",
+        "ip -j addr",
+        "ip -j rule",
+        "ip -j -6 rule",
+        "ip -j route show table all",
+        "ip -j -6 route show table all",
+        "ip -j neigh show nud permanent",
+        "ip -j neigh show proxy",
+        "ip -j -6 neigh show proxy",
+        "bridge -j link",
+        "nft -j list ruleset",
+    ];
+    let mut state = BTreeMap::new();
+    for command in commands {
+        let words: Vec<_> = command.split(' ').collect();
+        let shown: Value = serde_json::from_str(&host.run(&words).unwrap()).unwrap_or_default();
+        let mut items: Vec<_> = shown.as_array().cloned().unwrap_or_else(|| vec![shown]);
+        let names_tap = |item: &Value| ["ifname", "dev"].iter().any(|key| item[*key] == TAP);
+        items.retain(|item| !names_tap(item));
+        state.insert(command.to_owned(), format!("{items:#?}"));
+    }
+    let mut settings = BTreeMap::new();
+    host.within(|| {
+        for group in ["net/ipv4/conf", "net/ipv4/neigh", "net/ipv6/conf", "net/ipv6/neigh"] {
+            read_settings(&Path::new("/proc/sys").join(group), &mut settings);
+        }
+    })
+    .unwrap();
+    state.extend(settings);
+    state
+}
+
+fn read_settings(directory: &Path, into: &mut BTreeMap<String, String>) {
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.ends_with(TAP) {
+            continue;
+        }
+        if path.is_dir() {
+            read_settings(&path, into);
+        } else if let Ok(value) = fs::read_to_string(&path) {
+            into.insert(path.display().to_string(), value);
+        }
+    }
+}
+
+/// Makes the kernel of this thread's namespace forget a redirection, as if the host had started anew.
+pub(crate) fn forget_all(number: u32) {
+    for item in [inventory::tables(), inventory::devices()].map(Result::unwrap).concat() {
+        let words: Vec<_> = item.removal.split(' ').collect();
+        // The other end of a pair is gone already.
+        let _ = lab::run(std::process::Command::new(words[0]).args(&words[1..]));
+    }
+    for item in inventory::routing().unwrap() {
+        let words: Vec<_> = item.removal.split(' ').collect();
+        lab::run(std::process::Command::new(words[0]).args(&words[1..])).unwrap();
+    }
+    let names = Names(number);
+    assert!(
+        [names.tunnel(), names.station()].iter().all(|name| !Path::new("/sys/class/net").join(name).exists())
+    );
+    assert_eq!(inventory::routing().unwrap(), []);
+}
+
+/// Reads facts with a closed firewall.
+pub(crate) fn facts() -> RedirectionFacts {
+    let rules = "table inet closed { chain forward { type filter hook forward priority 0; policy drop; }; \
+                 chain input { type filter hook input priority 0; policy accept; }; }";
+    lab::run(std::process::Command::new("nft").arg(rules)).unwrap();
+    let ends = [Family::V4.host(NEW), Family::V4.host(OLD)];
+    let asked = [Family::V4.gateway(NEW), Family::V4.guest(NEW)];
+    until("the bridge forwards", || {
+        survey::taken(VM_BRIDGE, &asked[..1], Duration::from_secs(1)).unwrap().len() == 1
+    });
+    RedirectionFacts {
+        tunnels: survey::tunnels(7, ends).unwrap(),
+        abilities: survey::abilities().unwrap(),
+        own: survey::own().unwrap(),
+        taken: survey::taken(VM_BRIDGE, &asked, Duration::from_secs(2)).unwrap(),
+        closed: survey::closed_chains().unwrap(),
+        path_mtu: survey::path_mtu(ends[1]).unwrap(),
+        numbers: survey::numbers().unwrap(),
+        tracks: survey::tracks(),
+        is_tap: survey::is_tap(TAP),
+    }
+}

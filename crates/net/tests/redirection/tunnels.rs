@@ -1,0 +1,45 @@
+//! Redirections by each kind of tunnel.
+
+use net::redirection::{GuestAddressing, TunnelKind, survey};
+use whimbrel_net as net;
+
+use crate::network::{BOTH, Family, NEW, Network, OLD, tunnel};
+
+/// Moves a guest whose connections go on through a tunnel of this kind, and returns true; false if this kernel has no such
+/// tunnels.
+pub(crate) fn carries(kind: TunnelKind) -> bool {
+    let network = Network::new();
+    let ends = [NEW, OLD].map(|side| Family::V4.host(side));
+    if !network.host(NEW).within(|| survey::tunnels(7, ends)).unwrap().unwrap().contains(&kind) {
+        return false;
+    }
+    // Modules that were loaded just now have devices of their own in each namespace.
+    let before = network.state();
+    // IPv4 in IPv4 is all that one of them carries.
+    let families = if kind == TunnelKind::Ipip { &BOTH[..1] } else { &BOTH[..] };
+    let mut tunnel = tunnel(kind);
+    if kind == TunnelKind::WireGuard {
+        tunnel.keys = Some([OLD, NEW].map(|side| network.at(side, |keeper| keeper.new_key(7)).unwrap()));
+    }
+    let redirection = network.first_move(GuestAddressing::Translated, families, tunnel);
+    let mut old: Vec<_> = families.iter().map(|family| network.connect(*family, OLD)).collect();
+    let mut records = network.prepare(&redirection);
+    network.move_guest(NEW);
+    network.switch(&mut records);
+    for connection in &mut old {
+        connection.exchange();
+    }
+    for family in families {
+        network.connect(*family, OLD).exchange();
+        network.connect(*family, NEW).exchange();
+    }
+    drop(old);
+    network.release(records);
+    for side in [OLD, NEW] {
+        let directory = network.host(side).directory().join("redirections");
+        assert_eq!(std::fs::read_dir(directory).unwrap().count(), 0, "no record and no key is left");
+    }
+    network.move_guest(OLD);
+    assert_eq!(network.state(), before);
+    true
+}

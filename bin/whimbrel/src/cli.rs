@@ -4,7 +4,7 @@ mod choices;
 
 use std::path::PathBuf;
 
-use api::{BadName, HostId, MigrationOptions, RamChoice, Rate, VmName};
+use api::{BadName, HostId, MigrationOptions, NewAddress, RamChoice, Rate, VmName};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use choices::{DisksArg, one_disk};
@@ -313,6 +313,10 @@ pub(crate) struct MigrateCommand {
     /// Copy disks without the internal snapshots of their images, which stay in the images at the source
     #[arg(long)]
     pub leave_snapshots: bool,
+    /// For a VM that moves to another network: an address of the VM, and the one by which it is reached there; may be
+    /// repeated. The VM's networks are not compared then
+    #[arg(long = "new-address", value_name = "OLD=NEW[/PREFIX]")]
+    pub new_addresses: Vec<NewAddress>,
     /// Carry this option of QEMU's command line over although it is unknown
     #[arg(long = "allow-option", value_name = "OPTION", allow_hyphen_values = true)]
     pub allow_options: Vec<String>,

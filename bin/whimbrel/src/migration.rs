@@ -27,6 +27,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         disks: command.disks.into(),
         disk: command.disk.into_iter().map(|(name, mode)| (name, mode.into())).collect(),
         leave_snapshots: command.leave_snapshots,
+        new_addresses: command.new_addresses,
     }
 }
 

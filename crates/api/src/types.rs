@@ -8,8 +8,9 @@ use proto::message::{DiskMode, Finding, Severity};
 use proto::{HostId, MigrationId, VmName};
 use serde::{Deserialize, Serialize};
 
-use super::choices::RamChoice;
-use super::options::MigrationOptions;
+use super::choices::{NetworkCheck, RamChoice};
+use super::options::{InvalidOption, MigrationOptions, MigrationSettings};
+use crate::new_address::NewAddress;
 use crate::progress::{Progress, Standing};
 
 /// Identity of the agent and capabilities of its host.
@@ -230,6 +231,9 @@ pub struct MigrateRequest {
     /// Copy disks without the internal snapshots of their images.
     #[serde(default)]
     pub leave_snapshots: bool,
+    /// For a VM that moves to another network: its addresses, each with the one by which it is reached there.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub new_addresses: Vec<NewAddress>,
 }
 
 impl MigrateRequest {
@@ -246,7 +250,21 @@ impl MigrateRequest {
             disks: DiskMode::Auto,
             disk: BTreeMap::new(),
             leave_snapshots: false,
+            new_addresses: Vec::new(),
         }
+    }
+
+    /// Refuses impossible options; `settings` are those of the configuration, replaced by those of this request.
+    pub fn check_options(&self, settings: &MigrationSettings) -> Result<(), InvalidOption> {
+        NewAddress::check_all(&self.new_addresses)?;
+        if !self.new_addresses.is_empty() && self.options.network_check == Some(NetworkCheck::Require) {
+            return Err(InvalidOption {
+                option: "network_check",
+                what: "a VM that gets new addresses moves to another network".to_owned(),
+                advice: "omit --network-check require, or --new-address".to_owned(),
+            });
+        }
+        settings.check_requested(&self.options, self.verify)
     }
 }
 

@@ -43,7 +43,9 @@ use crate::clock::Clock;
 use agreement::Agreement;
 use api::progress::{Phase, Publisher};
 use api::report::Report;
-use api::{HintedMemory, MigrateRequest, MigrationSettings, StopPolicy, ThrottleWrites};
+use api::{
+    HintedMemory, MigrateRequest, MigrationSettings, NetworkCheck, NewAddress, StopPolicy, ThrottleWrites,
+};
 use host::Context;
 pub use host::SourceVm;
 use host::config::Config;
@@ -70,6 +72,8 @@ pub struct Goals {
     pub worth: ::memory::CompressionCriteria,
     /// Memory for the record of sent pages that deltas need, in bytes.
     pub deltas_bytes: usize,
+    /// Addresses of a VM that moves to another network.
+    pub new_addresses: Vec<NewAddress>,
 }
 
 impl Goals {
@@ -89,7 +93,12 @@ impl Goals {
         } else {
             settings.max_total_ms = 0;
         }
-        Self { has_default_rounds, verify: request.verify, ..Self::restored(settings, config) }
+        let new_addresses = request.new_addresses.clone();
+        if !new_addresses.is_empty() {
+            // The VM moves to another network on purpose.
+            settings.network_check = NetworkCheck::Off;
+        }
+        Self { has_default_rounds, verify: request.verify, new_addresses, ..Self::restored(settings, config) }
     }
 
     /// Returns the goals of a migration that an agent before this one began with these settings.
@@ -103,6 +112,7 @@ impl Goals {
             sampling: tuning.sampling(),
             worth: tuning.worth(),
             deltas_bytes: tuning.deltas_bytes(),
+            new_addresses: Vec::new(),
         }
     }
 

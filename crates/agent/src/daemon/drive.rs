@@ -227,7 +227,7 @@ impl Daemon {
             ));
         }
         let settings = Goals::new(request, &self.context.config).settings;
-        Ok(settings.check_requested(&request.options, request.verify)?)
+        Ok(request.check_options(&settings)?)
     }
 
     /// Waits for the end of a migration that is decided. A user who knows that a VM has moved may move it on at once, a

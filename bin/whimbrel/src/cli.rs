@@ -247,8 +247,18 @@ pub(crate) enum ImagesCommand {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum NetCommand {
-    /// List tables of netfilter and devices, each with its migration, and mark those whose migration has ended
+    /// List redirected connections, tables of netfilter, devices, routes and rules, each with its migration, and mark
+    /// those whose migration has ended
     Show,
+    /// End the redirections of a VM's old connections on this host; these connections end with them
+    Release {
+        /// The VM
+        #[arg(value_parser = vm_name)]
+        vm: VmName,
+        /// End the translation of its new addresses as well: the VM itself has configured them by now
+        #[arg(long)]
+        all: bool,
+    },
 }
 
 #[derive(Debug, Args)]

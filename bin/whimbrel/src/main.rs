@@ -127,6 +127,9 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
             }
         },
         Command::Net { command: NetCommand::Show } => network::show(&client()?, output),
+        Command::Net { command: NetCommand::Release { vm, all } } => {
+            network::release(&client()?, &vm, all, output)
+        }
         Command::Recover(command) => recovery::recover(&client()?, &command, output),
     }
 }

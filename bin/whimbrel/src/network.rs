@@ -1,6 +1,6 @@
 //! Items of migrations in the kernel of this host.
 
-use api::{Client, NetworkItem, NetworkState};
+use api::{Client, MigrationId, NetworkItem, NetworkState, StandingRedirection, VmName};
 
 use crate::Code;
 use crate::failure::Failure;
@@ -12,8 +12,25 @@ pub(crate) fn show(client: &Client, output: &Output) -> Result<Code, Failure> {
     Ok(Code::Done)
 }
 
+/// `whimbrel net release`.
+pub(crate) fn release(client: &Client, vm: &VmName, all: bool, output: &Output) -> Result<Code, Failure> {
+    output.show(&client.release_network(vm, all)?, |released: &Vec<MigrationId>| {
+        let mut text = Text::default();
+        for migration in released {
+            text.line(format_args!("ended the redirection of {migration} on this host"));
+        }
+        text.finish()
+    });
+    Ok(Code::Done)
+}
+
 fn text(state: &NetworkState) -> String {
     let mut text = Text::default();
+    if !state.redirections.is_empty() {
+        let heading = ["REDIRECTION", "VM AT", "LEFT", "ADDRESSES", "TUNNEL", "CONNECTIONS", "STAGE", "AGE"];
+        text.append(&table(heading, state.redirections.iter().map(redirection_row)));
+        text.line(format_args!(""));
+    }
     if state.items.is_empty() {
         text.line(format_args!("no migration has anything in the kernel of this host"));
     } else {
@@ -29,6 +46,20 @@ fn text(state: &NetworkState) -> String {
         text.line(format_args!("{unread}"));
     }
     text.finish()
+}
+
+fn redirection_row(redirection: &StandingRedirection) -> [String; 8] {
+    let words = |words: Vec<String>| words.join(" ");
+    [
+        redirection.migration.to_string(),
+        redirection.at.to_string(),
+        words(redirection.left.iter().map(ToString::to_string).collect()),
+        words(redirection.addresses.iter().map(ToString::to_string).collect()),
+        redirection.tunnel.clone().unwrap_or_else(|| "-".to_owned()),
+        redirection.connections.map_or_else(|| "-".to_owned(), |count| count.to_string()),
+        redirection.stage.name().to_owned(),
+        age(redirection.age_s),
+    ]
 }
 
 fn row(item: &NetworkItem) -> [String; 6] {

@@ -29,10 +29,14 @@ pub use host::HelperProgram;
 use host::config::{AgentRole, Config, Security};
 use host::fault::Faults;
 use host::names::NameLocks;
+use host::redirections::RedirectionReaper;
 use host::templates::Templates;
 use migrate::{destination, source};
 use store::journal::{Journal, JournalError};
 use store::registry::{Registry, RegistryError, SqliteRegistry, WitnessClient, WitnessServer};
+
+/// Pause between two looks at the redirections of this host.
+const REDIRECTION_PAUSE: Duration = Duration::from_secs(5);
 
 /// Reason for which an agent cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -55,6 +59,9 @@ pub enum StartError {
     /// The thread for templates cannot be started.
     #[error("cannot start a thread to look for templates")]
     Templates(#[source] std::io::Error),
+    /// The thread for redirections cannot be started.
+    #[error("cannot start a thread for redirections")]
+    Redirections(#[source] std::io::Error),
     /// The host's boot id cannot be read.
     #[error("cannot read /proc/sys/kernel/random/boot_id")]
     BootId(#[source] std::io::Error),
@@ -112,7 +119,9 @@ impl Agent {
         let daemon = Arc::new(Daemon { context: Arc::new(context), drivers: Mutex::default(), witness });
         host::end_probes(&daemon.context.config);
         host::preflight::end_measurements(&daemon.context.config.run_dir);
+        host::redirections::restore(&daemon.context);
         daemon.resume_migrations()?;
+        end_unused_redirections(&daemon.context).map_err(StartError::Redirections)?;
         let peers = Arc::clone(&daemon);
         let address = listener.address();
         let serving = listener.serve(move |arrival| peers.arrival(arrival))?;
@@ -120,6 +129,20 @@ impl Agent {
         info!(%address, api = %socket.display(), "ready");
         Ok(Self { _serving: serving, _api: api })
     }
+}
+
+/// Ends redirections that nothing needs any more, as long as the agent runs.
+fn end_unused_redirections(context: &Arc<Context>) -> std::io::Result<()> {
+    let context = Arc::downgrade(context);
+    let look = move || {
+        let mut reaper = RedirectionReaper::default();
+        while let Some(context) = context.upgrade() {
+            reaper.look(&context);
+            drop(context);
+            std::thread::sleep(REDIRECTION_PAUSE);
+        }
+    };
+    std::thread::Builder::new().name("redirections".to_owned()).spawn(look).map(drop)
 }
 
 /// Checks the files under `[tls]`, as far as this host can. Changes nothing.

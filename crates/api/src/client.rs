@@ -9,7 +9,7 @@ use hyper::body::{Bytes, Incoming};
 use hyper::client::conn::http1;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
-use proto::VmName;
+use proto::{MigrationId, VmName};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::Runtime;
@@ -201,6 +201,11 @@ impl Client {
     /// `GET /v1/network`.
     pub fn network(&self) -> Result<NetworkState, ClientError> {
         self.get("/v1/network")
+    }
+
+    /// `DELETE /v1/network/{vm}`, or `…/all`.
+    pub fn release_network(&self, vm: &VmName, all: bool) -> Result<Vec<MigrationId>, ClientError> {
+        self.delete(&format!("/v1/network/{vm}{}", if all { "/all" } else { "" }))
     }
 
     fn delete<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {

@@ -78,4 +78,8 @@ pub trait Control: Send + Sync + 'static {
 
     /// Returns what migrations have in the kernel of the agent's host.
     fn network(&self) -> Result<NetworkState, Problem>;
+
+    /// Ends the redirections of a VM's old connections on the agent's host; these connections end with them. With `all`,
+    /// ends the translation of its new addresses as well. Returns the migrations that had made them.
+    fn release_network(&self, vm: &VmName, all: bool) -> Result<Vec<MigrationId>, Problem>;
 }

@@ -22,6 +22,7 @@
 //! | `DELETE /v1/images/{vm}`, `…/{epoch}` | | the removed images |
 //! | `DELETE /v1/images/{vm}/ended` | | the same, for a VM that ended here |
 //! | `GET /v1/network` | | [`NetworkState`] |
+//! | `DELETE /v1/network/{vm}`, `…/all` | | the migrations whose redirections were ended |
 //!
 //! `{epoch}` is a number or `latest`. Every failure returns a [`Problem`] with a matching status.
 //!

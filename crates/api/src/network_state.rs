@@ -1,16 +1,67 @@
 //! Items of migrations in the kernel of a host.
 
-use proto::MigrationId;
+use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
+
+use crate::new_address::NewAddress;
 
 /// Items of migrations in the kernel of a host, beside the interfaces of the VMs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetworkState {
+    /// Redirections of connections of VMs that have moved to another network.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub redirections: Vec<StandingRedirection>,
     /// The items, by kind and name.
     pub items: Vec<NetworkItem>,
     /// Parts of the kernel that cannot be read, each with the reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unread: Vec<String>,
+}
+
+/// A redirection of which this host has a part.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StandingRedirection {
+    /// The migration by which the VM has moved.
+    pub migration: MigrationId,
+    /// Host where the VM is.
+    pub at: HostId,
+    /// Hosts that it has left, and whose networks its old connections come from.
+    pub left: Vec<HostId>,
+    /// Kind of the tunnel; absent when old connections have ended, and only new addresses are still translated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tunnel: Option<String>,
+    /// Addresses of the VM: the one that it has configured, and the one by which it is reached where it is.
+    pub addresses: Vec<NewAddress>,
+    /// Stage.
+    pub stage: RedirectionStage,
+    /// Time since it is in this stage, in seconds.
+    pub age_s: u64,
+    /// Connections that use it; absent if they cannot be counted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub connections: Option<usize>,
+}
+
+/// Stage of a redirection at a host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RedirectionStage {
+    /// The VM is about to move.
+    Prepared,
+    /// It redirects connections.
+    Active,
+    /// It is being removed.
+    Ending,
+}
+
+impl RedirectionStage {
+    /// Returns the stage as text for users.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Prepared => "prepared",
+            Self::Active => "active",
+            Self::Ending => "ending",
+        }
+    }
 }
 
 /// Something of a migration in the kernel of a host.
@@ -65,7 +116,7 @@ impl NetworkItemKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NetworkItemStanding {
-    /// The migration is under way.
+    /// The migration is under way, or its redirection stands.
     InUse,
     /// The migration has ended a moment ago: late frames are still passed on.
     Ending,

@@ -4,6 +4,7 @@
 //! from one another. Where a part of the downtime spans both hosts, the source's duration is reduced by the duration
 //! that the destination reported, see [`Downtime::from_measured`].
 
+mod connections;
 mod explain;
 mod numbers;
 mod reductions;
@@ -11,12 +12,13 @@ mod text;
 
 use engine::pre_copy::Pattern;
 use engine::pressure::Restraint;
-use proto::message::{CardFrames, FailedFlow, Finding, RamBlock};
+use proto::message::{CardFrames, Finding, RamBlock};
 use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
 use crate::options::MigrationSettings;
 
+pub use connections::{RedirectedConnections, TrackedConnections};
 pub use engine::traces::{Replayed, Traces};
 pub use explain::explain;
 pub use numbers::{bytes, milliseconds, rate, seconds, to_the_second};
@@ -94,6 +96,9 @@ pub struct Report {
     /// they were not copied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub connections: Option<TrackedConnections>,
+    /// Redirection of the guest's connections; absent unless it moved to another network.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub redirection: Option<RedirectedConnections>,
     /// Bytes on the wire from source to destination, all connections.
     pub sent_bytes: u64,
     /// Bytes on the wire from destination to source, all connections.
@@ -134,26 +139,6 @@ impl Waiting {
         self.nicest = self.nicest.max(nice);
         self.fewest_threads = Some(self.fewest_threads.map_or(threads, |fewest| fewest.min(threads)));
         self.longest_interval_factor = self.longest_interval_factor.max(Some(interval_factor));
-    }
-}
-
-/// Tracked connections of the guest, as the destination has them.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TrackedConnections {
-    /// Number of connections that were installed there.
-    pub carried: u32,
-    /// Connections that could not be installed, each with the reason; not more than a message names.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub failed: Vec<FailedFlow>,
-    /// Number of others that could not be installed either.
-    #[serde(default)]
-    pub more_failed: u32,
-}
-
-impl TrackedConnections {
-    /// Returns the number of connections that could not be installed.
-    pub fn not_carried(&self) -> u64 {
-        self.failed.len() as u64 + u64::from(self.more_failed)
     }
 }
 
@@ -439,6 +424,7 @@ impl Report {
             post_copy: None,
             network: Vec::new(),
             connections: None,
+            redirection: None,
             waiting: None,
             rounds: Vec::new(),
             traces: Traces::default(),

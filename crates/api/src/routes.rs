@@ -43,6 +43,8 @@ pub(super) fn router(control: Arc<dyn Control>, end: watch::Receiver<bool>) -> R
         .route("/v1/images/{vm}/ended", delete(remove_ended_images))
         .route("/v1/images/{vm}/{epoch}", delete(remove_images_of_one))
         .route("/v1/network", get(network))
+        .route("/v1/network/{vm}", delete(release_network))
+        .route("/v1/network/{vm}/all", delete(release_all_of_network))
         .route("/v1/migrations", get(migrations).post(migrate))
         .route(migration, get(one_migration))
         .route(&format!("{migration}/progress"), get(progress))
@@ -125,6 +127,16 @@ async fn remove_ended_images(State(shared): State<HandlerState>, Path(vm): Path<
 
 async fn network(State(shared): State<HandlerState>) -> Answer {
     json(StatusCode::OK, &shared.call(Control::network).await?)
+}
+
+async fn release_network(State(shared): State<HandlerState>, Path(vm): Path<String>) -> Answer {
+    let vm = vm_name(vm)?;
+    json(StatusCode::OK, &shared.call(move |control| control.release_network(&vm, false)).await?)
+}
+
+async fn release_all_of_network(State(shared): State<HandlerState>, Path(vm): Path<String>) -> Answer {
+    let vm = vm_name(vm)?;
+    json(StatusCode::OK, &shared.call(move |control| control.release_network(&vm, true)).await?)
 }
 
 async fn migrate(State(shared): State<HandlerState>, JsonBody(request): JsonBody<MigrateRequest>) -> Answer {

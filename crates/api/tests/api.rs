@@ -201,7 +201,12 @@ fn migrations_are_cancelled_recovered_and_limited() {
 
 #[test]
 fn what_migrations_have_in_the_kernel_is_listed() {
-    assert_eq!(world().client.network().unwrap(), fake::network_state());
+    let world = world();
+    assert_eq!(world.client.network().unwrap(), fake::network_state());
+    for all in [false, true] {
+        let released = world.client.release_network(&vm("web1"), all).unwrap();
+        assert_eq!(released[0].to_string(), "web1#3");
+    }
 }
 
 #[test]

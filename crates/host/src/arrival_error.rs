@@ -38,6 +38,9 @@ pub enum ArrivalError {
     /// The started QEMU does not fit the guest; the findings include blockers.
     #[error("the QEMU that was started does not match the guest")]
     Refused(Vec<Finding>),
+    /// Connections of a VM that moves to another network cannot be redirected.
+    #[error("the VM's connections cannot be redirected: {0}")]
+    Redirection(String),
     /// A RAM block differs from the source's.
     #[error("RAM block {name} {what}; both sides need the same QEMU version and machine")]
     BlockDiffers {

@@ -24,6 +24,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use engine::pre_copy::Sampling;
+use net::redirection::teardown::TeardownLimits;
 use proto::HostId;
 use serde::{Deserialize, Serialize};
 
@@ -62,6 +63,8 @@ pub struct Config {
     pub qemu: QemuConfig,
     /// Taps and bridges of arriving VMs: name at the source → name here.
     pub taps: BTreeMap<String, String>,
+    /// Settings for VMs that move to another network.
+    pub redirection: RedirectionConfig,
     /// Directories of disks of arriving VMs: path at the source → path here. Longest prefix wins.
     pub disk_dirs: BTreeMap<PathBuf, PathBuf>,
     /// Directories, files and addresses of disks of arriving VMs that mean the same storage here as at the source.
@@ -209,6 +212,35 @@ impl Default for Tuning {
             compression_least_ratio_percent: worth.least_ratio_percent,
             compression_skip_bytes: worth.skip_bytes,
             deltas_memory_mib: 16,
+        }
+    }
+}
+
+/// Settings for VMs that move to another network.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RedirectionConfig {
+    /// True if only the hosts' owners can read or forge packets between them: tunnels need no encryption.
+    pub trusted_path: bool,
+    /// Port of UDP for tunnels.
+    pub port: u16,
+    /// Least age of a redirection, in seconds: names are resolved to the old address for so long.
+    pub least_s: u64,
+    /// Time without any connection by the old address after which a redirection ends, in seconds.
+    pub quiet_s: u64,
+    /// Greatest age of a redirection, in seconds.
+    pub longest_s: u64,
+}
+
+impl Default for RedirectionConfig {
+    fn default() -> Self {
+        let TeardownLimits { least, quiet, longest } = TeardownLimits::default();
+        Self {
+            trusted_path: false,
+            port: 7741,
+            least_s: least.as_secs(),
+            quiet_s: quiet.as_secs(),
+            longest_s: longest.as_secs(),
         }
     }
 }

@@ -23,6 +23,7 @@ pub mod peers;
 pub mod pool;
 pub mod preflight;
 pub mod ram;
+pub mod redirections;
 mod runtime_files;
 mod source_vm;
 pub mod templates;

@@ -1,13 +1,21 @@
 //! Items of migrations in the kernel of this host, and their standing.
 
+use std::collections::BTreeSet;
 use std::io;
 
+use net::redirection::names::number_of_device;
+use net::redirection::{RecordStage, RedirectionRecord, teardown};
 use net::{KernelItem, KernelItemKind};
-use proto::{Epoch, MigrationId, VmName};
+use proto::{HostId, MigrationId};
 
+use crate::Context;
+use crate::redirections::{self, migration_named};
 use api::report::{rfc3339, unix_ms_now};
-use api::{NetworkItem, NetworkItemKind, NetworkItemStanding, NetworkState};
-use store::journal::{Journal, JournalError, MigrationRecord};
+use api::{
+    NetworkItem, NetworkItemKind, NetworkItemStanding, NetworkState, NewAddress, RedirectionStage,
+    StandingRedirection,
+};
+use store::journal::{JournalError, MigrationRecord};
 
 /// Time within which a migration that has ended removes what it has in the kernel.
 const REMOVAL_MS: u64 = 5000;
@@ -16,7 +24,7 @@ const REMOVAL_MS: u64 = 5000;
 ///
 /// # Errors
 /// If the journal cannot be read. A part of the kernel that cannot be read is named in the result.
-pub fn list(journal: &Journal) -> Result<NetworkState, JournalError> {
+pub fn list(context: &Context) -> Result<NetworkState, JournalError> {
     let mut state = NetworkState::default();
     // The kernel is read first: a migration that begins in between is in the journal by then.
     let parts = [
@@ -31,21 +39,67 @@ pub fn list(journal: &Journal) -> Result<NetworkState, JournalError> {
             Err(error) => state.unread.push(unread(part, &error)),
         }
     }
-    let records = journal.migrations()?;
+    let kept = match redirections::keeper(&context.config).records() {
+        Ok(kept) => kept,
+        Err(error) => {
+            state.unread.push(format!("the redirections are not known: {}", crate::chain(&error)));
+            Vec::new()
+        }
+    };
+    let records = context.journal.migrations()?;
     let now_ms = unix_ms_now();
-    state.items = found.into_iter().map(|item| describe(item, &records, now_ms)).collect();
+    let standing: BTreeSet<_> =
+        kept.iter().filter_map(|kept| migration_named(&kept.redirection.migration)).collect();
+    state.items = found.into_iter().map(|item| describe(item, &records, &standing, now_ms)).collect();
+    state.redirections = kept.iter().filter_map(|kept| describe_redirection(kept, now_ms)).collect();
     Ok(state)
+}
+
+/// Describes a redirection by its record.
+fn describe_redirection(record: &RedirectionRecord, now_ms: u64) -> Option<StandingRedirection> {
+    let redirection = &record.redirection;
+    let address =
+        |pair: &net::redirection::AddressPair| NewAddress { old: pair.guest, new: pair.public, prefix: None };
+    Some(StandingRedirection {
+        migration: migration_named(&redirection.migration)?,
+        at: HostId::new(&redirection.place.host).ok()?,
+        left: redirection.legs.iter().filter_map(|leg| HostId::new(&leg.host).ok()).collect(),
+        tunnel: redirection.legs.first().map(|leg| leg.tunnel.kind.to_string()),
+        addresses: redirection.place.presence.pairs.iter().map(address).collect(),
+        stage: match record.stage {
+            RecordStage::Prepared => RedirectionStage::Prepared,
+            RecordStage::Active => RedirectionStage::Active,
+            RecordStage::Ending => RedirectionStage::Ending,
+        },
+        age_s: now_ms.saturating_sub(record.since_unix_ms) / 1000,
+        connections: teardown::connections(record).ok().flatten(),
+    })
+}
+
+/// Returns true if an item is one of a redirection, which outlives its migration.
+fn is_of_redirection(item: &KernelItem) -> bool {
+    match item.kind {
+        KernelItemKind::Table => item.name.contains("-redirection-"),
+        KernelItemKind::Device => number_of_device(&item.name).is_some(),
+        KernelItemKind::Route | KernelItemKind::Rule => true,
+    }
 }
 
 fn unread(part: &str, error: &io::Error) -> String {
     format!("the {part} of this host cannot be listed: {error}")
 }
 
-/// Describes an item by the journal's records.
-fn describe(item: KernelItem, records: &[MigrationRecord], now_ms: u64) -> NetworkItem {
+/// Describes an item by the journal's records. `kept` are the migrations whose redirections stand.
+fn describe(
+    item: KernelItem,
+    records: &[MigrationRecord],
+    kept: &BTreeSet<MigrationId>,
+    now_ms: u64,
+) -> NetworkItem {
     let migration = item.migration.as_deref().and_then(migration_named);
     let record = records.iter().find(|record| Some(record.id()) == migration.as_ref());
-    let standing = standing(record, now_ms);
+    let is_kept = is_of_redirection(&item) && migration.as_ref().is_some_and(|id| kept.contains(id));
+    let standing = if is_kept { NetworkItemStanding::InUse } else { standing(record, now_ms) };
     let advice = match standing {
         NetworkItemStanding::InUse | NetworkItemStanding::Ending => None,
         NetworkItemStanding::LeftOver => {
@@ -84,12 +138,6 @@ fn standing(record: Option<&MigrationRecord>, now_ms: u64) -> NetworkItemStandin
     }
 }
 
-/// Returns the migration with this name, as [`MigrationId`] prints it.
-fn migration_named(name: &str) -> Option<MigrationId> {
-    let (vm, epoch) = name.rsplit_once('#')?;
-    Some(MigrationId { vm: VmName::new(vm).ok()?, epoch: Epoch(epoch.parse().ok()?) })
-}
-
 #[cfg(test)]
 mod tests {
     use engine::handover::source::SourceState;
@@ -123,14 +171,6 @@ mod tests {
     }
 
     #[test]
-    fn names_of_migrations_are_read() {
-        assert_eq!(migration_named(&id(12).to_string()), Some(id(12)));
-        for other in ["", "web", "web#", "#1", "web#-1", "web#1x", "a b#1"] {
-            assert_eq!(migration_named(other), None, "{other}");
-        }
-    }
-
-    #[test]
     fn what_has_outlived_its_migration_is_left_over() {
         let ended_ms = BEGUN_MS + 10_000;
         for (open, now_ms, expected) in [
@@ -139,7 +179,7 @@ mod tests {
             (false, ended_ms + REMOVAL_MS - 1, NetworkItemStanding::Ending),
             (false, ended_ms + REMOVAL_MS, NetworkItemStanding::LeftOver),
         ] {
-            let item = describe(table("web#1"), &[record(open)], now_ms);
+            let item = describe(table("web#1"), &[record(open)], &BTreeSet::new(), now_ms);
             assert_eq!(item.standing, expected);
             assert_eq!(item.age_s, Some((now_ms - BEGUN_MS) / 1000));
             assert_eq!(item.migration, Some(id(1)));
@@ -149,9 +189,25 @@ mod tests {
     }
 
     #[test]
+    fn a_redirection_outlives_its_migration() {
+        let (kept, now_ms) = (BTreeSet::from([id(1)]), BEGUN_MS + 100 * REMOVAL_MS);
+        for (name, expected) in
+            [("web#1", NetworkItemStanding::LeftOver), ("web#1-redirection-7", NetworkItemStanding::InUse)]
+        {
+            let item = KernelItem { migration: Some("web#1".to_owned()), ..table(name) };
+            assert_eq!(describe(item, &[record(false)], &kept, now_ms).standing, expected, "{name}");
+        }
+        let device =
+            KernelItem { kind: KernelItemKind::Device, name: "whimbrel1000070".to_owned(), ..table("web#1") };
+        let standing = |kept| describe(device.clone(), &[record(false)], kept, now_ms).standing;
+        assert_eq!(standing(&kept), NetworkItemStanding::InUse);
+        assert_eq!(standing(&BTreeSet::new()), NetworkItemStanding::LeftOver);
+    }
+
+    #[test]
     fn what_the_journal_does_not_know_is_listed_all_the_same() {
         for (name, migration) in [("web#2", Some(id(2))), ("nothing", None)] {
-            let item = describe(table(name), &[record(true)], BEGUN_MS);
+            let item = describe(table(name), &[record(true)], &BTreeSet::new(), BEGUN_MS);
             assert_eq!((item.standing, item.migration), (NetworkItemStanding::Unknown, migration));
             assert_eq!((item.age_s, item.begun), (None, None));
             assert!(item.advice.unwrap().contains("nft delete table netdev handle 7"));

@@ -5,6 +5,7 @@
 
 mod disks;
 mod reachability;
+mod redirection;
 mod registry;
 mod room;
 mod trial;
@@ -13,6 +14,7 @@ mod writable_shared_images;
 pub use disks::proposed_disks;
 pub use net::Prober;
 pub use reachability::{SourceProbe, begin_probe};
+pub use redirection::{offer_redirection, returning_addresses};
 pub use room::{end_measurements, measure};
 pub use trial::{Trial, started_or_findings};
 
@@ -43,8 +45,9 @@ use crate::disks::{KnownFile, PlannedDisk};
 use crate::peers::{self, PeerError};
 use crate::{ArrivalArtifacts, ArrivalError};
 use crate::{SourceVm, VmError};
-use api::{KernelFeature, RamChoice};
+use api::{CheckReport, KernelFeature, RamChoice};
 use reachability::ExpectedProbe;
+use redirection::ExpectedRedirection;
 use writable_shared_images::WritableSharedImage;
 
 /// Kernel features that migrations need.
@@ -295,7 +298,8 @@ pub fn destination(
     let images = here.images.values().map(|image| image.path.clone()).collect();
     let shared = writable_shared_images::of(&theirs.vm, &here);
     let probe = ExpectedProbe::of(&terms, proposal.probe.as_ref());
-    let compared = Comparison { theirs, ours, images, others, shared, probe };
+    let redirection = ExpectedRedirection::of(context, &terms, &proposal).map_err(|found| vec![found])?;
+    let compared = Comparison { theirs, ours, images, others, shared, probe, redirection };
     let copied = disks.copied;
     Ok(AcceptableProposal {
         terms,
@@ -324,9 +328,16 @@ pub struct Comparison {
     shared: Vec<WritableSharedImage>,
     /// Probe of the VM's networks, if the source sends one.
     probe: Option<ExpectedProbe>,
+    /// Redirection of the VM's connections, if the source offers one.
+    redirection: Option<ExpectedRedirection>,
 }
 
 impl Comparison {
+    /// Returns where the redirection of the VM's connections is found after the check of the started QEMU.
+    pub fn agreed_redirection(&self) -> crate::redirections::AgreedRedirection {
+        self.redirection.as_ref().map(ExpectedRedirection::agreed).unwrap_or_default()
+    }
+
     /// Returns the current identities of the shared images.
     pub fn shared_files(&self) -> Vec<KnownFile> {
         self.shared.iter().filter_map(WritableSharedImage::known).collect()
@@ -352,9 +363,12 @@ impl Comparison {
         possible &= refused.is_empty();
         findings.extend(refused);
         if let Some(probe) = self.probe.filter(|_| possible) {
-            let networks = probe.look(qmp, pid);
-            possible = networks.iter().all(|found| found.severity != Severity::Blocker);
-            findings.extend(networks);
+            findings.extend(probe.look(qmp, pid));
+            possible = !CheckReport::blocked(&findings);
+        }
+        if let Some(redirection) = self.redirection.filter(|_| possible) {
+            findings.extend(redirection.look(qmp, pid));
+            possible = !CheckReport::blocked(&findings);
         }
         if possible { Ok(findings) } else { Err(ArrivalError::Refused(findings)) }
     }

@@ -2,6 +2,7 @@
 
 mod clock;
 pub mod destination;
+mod repeated_announcement;
 pub mod source;
 mod state_machine;
 

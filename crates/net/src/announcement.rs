@@ -29,11 +29,15 @@ const ALL_NODES_MAC: Mac = Mac([0x33, 0x33, 0, 0, 0, 1]);
 pub fn frames(mac: Mac, claims: &[Claim]) -> Vec<Vec<u8>> {
     let vlans: BTreeSet<_> = claims.iter().map(|claim| claim.vlan).chain([None]).collect();
     let places = vlans.into_iter().map(|vlan| reverse_arp(mac, vlan));
-    let addresses = claims.iter().map(|claim| match claim.address {
+    places.chain(claims.iter().map(|claim| of_address(mac, claim))).collect()
+}
+
+/// Returns the frame that announces an address of the station with this MAC address.
+pub(crate) fn of_address(mac: Mac, claim: &Claim) -> Vec<u8> {
+    match claim.address {
         IpAddr::V4(address) => gratuitous_arp(mac, claim.vlan, address),
         IpAddr::V6(address) => advertisement(mac, claim.vlan, address, claim.is_router),
-    });
-    places.chain(addresses).collect()
+    }
 }
 
 /// Returns true if a frame is one that is sent for a guest, or that a guest sends by itself when its card reports a

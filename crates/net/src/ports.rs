@@ -155,14 +155,37 @@ fn place(index: u32, bridge: &Link, ports: &[Link]) -> BridgePort {
 
 /// Returns the gateways of this host behind a device whose stations the host knows.
 pub fn gateways(device: u32) -> io::Result<Vec<IpAddr>> {
-    let (mut next, mut known) = (BTreeSet::new(), BTreeSet::new());
-    let mut request = Requests::default();
-    request.request(abi::GET_ROUTE, DUMP, &[0; abi::ROUTE_BYTES]);
-    Socket::route()?.dump(request, |body| next.extend(next_hop(body, device)))?;
+    let (next, mut known) = (next_hops(device)?, BTreeSet::new());
     let mut request = Requests::default();
     request.request(abi::GET_NEIGHBOUR, DUMP, &[0; abi::NEIGHBOUR_BYTES]);
     Socket::route()?.dump(request, |body| known.extend(neighbour(body, device)))?;
     Ok(next.intersection(&known).copied().collect())
+}
+
+/// Returns the neighbours behind a device, with their MAC addresses; none if there is no such device.
+pub(crate) fn neighbours(device: &str) -> io::Result<Vec<(IpAddr, Mac)>> {
+    let route = Socket::route()?;
+    let Ok(index) = route.index_of(device) else { return Ok(Vec::new()) };
+    let mut found = Vec::new();
+    let mut request = Requests::default();
+    request.request(abi::GET_NEIGHBOUR, DUMP, &[0; abi::NEIGHBOUR_BYTES]);
+    route.dump(request, |body| found.extend(neighbour(body, index).zip(station(body))))?;
+    Ok(found)
+}
+
+/// Returns the MAC address of the neighbour that a message describes.
+fn station(body: &[u8]) -> Option<Mac> {
+    let station = attribute(body.get(abi::NEIGHBOUR_BYTES..)?, abi::NEIGHBOUR_STATION)?;
+    station.try_into().ok().map(Mac)
+}
+
+/// Returns the next hops of routes that lead through a device, whether or not they are known as neighbours.
+pub(crate) fn next_hops(device: u32) -> io::Result<BTreeSet<IpAddr>> {
+    let mut next = BTreeSet::new();
+    let mut request = Requests::default();
+    request.request(abi::GET_ROUTE, DUMP, &[0; abi::ROUTE_BYTES]);
+    Socket::route()?.dump(request, |body| next.extend(next_hop(body, device)))?;
+    Ok(next)
 }
 
 /// Returns the next hop of a route that leads through a device.

@@ -31,6 +31,7 @@
 //! | [`plan`] | the objects that a host needs; pure |
 //! | [`onward`] | the redirection of a guest that moves on or back, and who may change one; pure |
 //! | [`judge`] | what stands against a redirection before the guest is touched; pure |
+//! | [`offer`] | what the hosts tell each other before the move, and the redirection that follows; pure |
 //! | [`teardown`] | whether a redirection is still needed; pure |
 //! | [`record`] | the record of a redirection, kept in a file until nothing of it is left |
 //! | [`survey`] | reads from the kernel what `judge` and `plan` need |
@@ -40,11 +41,13 @@
 //! | [`keeper`] | prepares, switches, restores and removes redirections |
 
 pub mod encoding;
+mod former_stations;
 pub mod judge;
 pub mod keeper;
 pub mod kernel;
 pub mod names;
 pub mod objects;
+pub mod offer;
 pub mod onward;
 pub mod parts;
 pub mod plan;
@@ -58,6 +61,7 @@ pub mod tunnel;
 pub mod wireguard;
 
 pub use keeper::RedirectionKeeper;
+pub use offer::RedirectionOffer;
 pub use parts::{
     AddressPair, GuestAddressing, GuestPlace, Lan, LanNetwork, Leg, Prefix, Presence, Redirection,
 };

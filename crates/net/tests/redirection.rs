@@ -17,7 +17,9 @@ use net::inventory;
 use net::redirection::keeper::RedirectionError;
 use net::redirection::onward::{NetworkMove, moved};
 use net::redirection::teardown;
-use net::redirection::{GuestAddressing, GuestPlace, RecordStage, Redirection, TunnelKind};
+use net::redirection::{
+    GuestAddressing, GuestPlace, LanNetwork, Prefix, RecordStage, Redirection, TunnelKind, survey,
+};
 use network::{BOTH, Ends, Family, NEW, Network, OLD, tunnel};
 use whimbrel_net as net;
 
@@ -210,6 +212,18 @@ fn facts_are_read_from_the_kernel() {
     assert!(facts.abilities.has_egress && facts.abilities.has_v6 && facts.tracks, "{facts:?}");
     assert_eq!((facts.path_mtu, facts.closed.len()), (1500, 1), "{facts:?}");
     assert!(facts.closed[0].forwards && facts.closed[0].name == "inet closed forward", "{facts:?}");
+    assert!(!facts.is_tap, "a bridge is none");
+    host.run(&["ip", "tuntap", "add", "dev", "tap9", "mode", "tap"]).unwrap();
+    assert!(host.within(|| survey::is_tap("tap9")).unwrap().unwrap());
+    host.run(&["ip", "link", "set", "dev", "tap9", "master", "vms"]).unwrap();
+    let lan = host.within(|| survey::lan("tap9")).unwrap().unwrap();
+    assert_eq!((lan.bridge.as_deref(), lan.mtu), (Some("vms"), 1500));
+    let of_host = |family: Family| LanNetwork {
+        prefix: Prefix { address: family.host(NEW), length: family.length() },
+        gateway: Some(family.gateway(NEW)),
+    };
+    assert!(BOTH.iter().all(|family| lan.networks.contains(&of_host(*family))), "{lan:?}");
+    host.run(&["ip", "link", "delete", "dev", "tap9"]).unwrap();
     let gateway: IpAddr = Family::V4.gateway(NEW);
     assert_eq!(
         facts.taken,

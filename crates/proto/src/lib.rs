@@ -38,6 +38,10 @@
 //! `Discard` before the stop. `MissingPages` replaces the last round, and the data streams go on until all missing
 //! pages have arrived ([`awaited`]): the destination sends `Incomplete` when the guest runs, and `Running` at the end.
 //!
+//! For a VM that moves to another network, `Propose` offers a redirection of its connections, and `Accept` contains the
+//! one that both hosts make. It outlives the migration: each host asks the other one, on a connection for that, whether it
+//! stands (`AskRedirection`, `RedirectionStands`).
+//!
 //! After a cut the source opens a new set of connections with the next generation: `Hello{control, generation + 1}`,
 //! `Resume`. The destination stops and joins the workers of the old generation, answers `Resumed`, and accepts the new
 //! data streams. Pages of frames that were not acknowledged are dirty again. A frame that cannot be decoded ends its

@@ -65,6 +65,12 @@ pub enum Purpose {
         /// The migration.
         migration: MigrationId,
     },
+    /// Question whether the other host still serves the connections of a guest that has moved to another network, in
+    /// either direction.
+    Redirection {
+        /// The migration by which it has moved.
+        migration: MigrationId,
+    },
 }
 
 /// Default for a source that omits the field: the guest ran, because few guests are paused.
@@ -333,6 +339,14 @@ pub enum Message {
     RegistryRequest(RegistryRequest),
     /// Answer of the ownership registry.
     RegistryReply(RegistryReply),
+    /// Asks, on a connection for that, whether the redirection of a migration stands. Answered with
+    /// [`Message::RedirectionStands`].
+    AskRedirection,
+    /// Answers [`Message::AskRedirection`].
+    RedirectionStands {
+        /// True if this host has its part of the redirection, or is about to have it.
+        stands: bool,
+    },
 }
 
 /// Decision of the source about an epoch.

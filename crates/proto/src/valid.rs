@@ -208,6 +208,8 @@ impl Message {
             | Self::Held { .. }
             | Self::Running { .. }
             | Self::Incomplete { .. }
+            | Self::AskRedirection
+            | Self::RedirectionStands { .. }
             | Self::Refused { .. }
             | Self::Crashed { .. }
             | Self::Inquire { .. }

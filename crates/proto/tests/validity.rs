@@ -27,6 +27,7 @@ fn proposal() -> Proposal {
         delta_seed: None,
         post_copy: false,
         probe: None,
+        redirection: None,
     }
 }
 

@@ -14,6 +14,7 @@ use proto::{Epoch, Generation, MigrationId, Purpose};
 use tracing::{debug, warn};
 
 use super::{Daemon, DriverMailbox};
+use host::redirections;
 use migrate::destination::{DestinationMailbox, untrusted};
 use migrate::source as from;
 use store::journal::State;
@@ -56,6 +57,11 @@ impl Daemon {
             Purpose::Flows { migration } => {
                 self.of_network(arrival, &migration, DestinationMailbox::receive_flows);
             }
+            Purpose::Redirection { migration } => {
+                if let Some(connection) = accepted(arrival) {
+                    self.answer_about_redirection(connection, &migration);
+                }
+            }
             Purpose::Data { .. } => arrival.refuse("no data stream is expected here"),
         }
     }
@@ -69,7 +75,7 @@ impl Daemon {
             | Purpose::Data { migration, .. }
             | Purpose::Frames { migration }
             | Purpose::Flows { migration } => (migration, false),
-            Purpose::Handover { migration } => (migration, true),
+            Purpose::Handover { migration } | Purpose::Redirection { migration } => (migration, true),
             Purpose::Registry => return Ok(()),
         };
         if i64::try_from(id.epoch.0).is_err() {
@@ -166,6 +172,17 @@ impl Daemon {
             && let Err(error) = receive(&mailbox, connection)
         {
             warn!(migration = %id, %error, "cannot start a thread for the guest's network");
+        }
+    }
+
+    /// Answers whether the redirection of a migration stands here.
+    fn answer_about_redirection(&self, mut connection: Channel, id: &MigrationId) {
+        let until = Instant::now() + PROPOSAL_PATIENCE;
+        if matches!(connection.recv(Some(until)), Ok(Incoming::Message(Message::AskRedirection))) {
+            let stands = redirections::stands(&self.context, id);
+            if let Err(error) = connection.send(&Message::RedirectionStands { stands }) {
+                debug!(migration = %id, error = crate::chain(&error), "cannot answer about a redirection");
+            }
         }
     }
 

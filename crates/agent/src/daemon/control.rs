@@ -20,7 +20,7 @@ use api::{
     RecoverRequest, RunRequest, VmDetail, VmSummary,
 };
 use api::{Problem, ProblemKind};
-use host::{left_images, network_items, preflight, vms};
+use host::{left_images, network_items, preflight, redirections, vms};
 use migrate::destination::untrusted;
 use migrate::{destination, source};
 use store::journal::{MigrationRecord, State};
@@ -237,7 +237,20 @@ impl Control for UserApi {
     }
 
     fn network(&self) -> Result<NetworkState, Problem> {
-        network_items::list(&self.context.journal).map_err(|error| internal(&error))
+        network_items::list(&self.context).map_err(|error| internal(&error))
+    }
+
+    fn release_network(&self, vm: &VmName, all: bool) -> Result<Vec<MigrationId>, Problem> {
+        let released = redirections::release(&self.context, vm, all).map_err(|error| {
+            let advice = "`whimbrel net show` lists what remains; the agent tries again by itself";
+            Problem::caused_by(ProblemKind::Internal, &error, advice)
+        })?;
+        if released.is_empty() {
+            let error = format!("no connection of {vm} is redirected on this host");
+            let advice = "`whimbrel net show` lists all redirections";
+            return Err(Problem::new(ProblemKind::NotFound, error, advice));
+        }
+        Ok(released)
     }
 }
 

@@ -40,6 +40,7 @@ impl Daemon {
         let (vm, to) = (request.vm.clone(), request.to.clone());
         let record = self.known(&vm)?;
         self.has_not_ended(&record)?;
+        let request = &self.with_addresses(request);
         self.check_request(request)?;
         // During a migration the VM's monitor belongs to that migration.
         self.check_not_in_migration(&vm)?;
@@ -56,6 +57,17 @@ impl Daemon {
         };
         let largest = self.context.journal.largest_epoch(&vm).map_err(|error| internal(&error))?;
         let id = MigrationId { vm, epoch: largest.next() };
+        let redirection = preflight::offer_redirection(
+            &self.context,
+            &mut offer.vm,
+            (&id, &report.to),
+            &request.new_addresses,
+            true,
+        );
+        match redirection {
+            Ok(redirection) => offer.proposal.redirection = redirection,
+            Err(found) => report.source_findings.push(found),
+        }
         match preflight::ask(&self.context, &report.to, id, offer.proposal) {
             Ok((findings, ram_kind)) => {
                 // The destination also reports the source's blockers, from the facts that it received.
@@ -77,17 +89,16 @@ impl Daemon {
     /// Begins a migration; its driver continues by itself.
     pub(super) fn begin(self: &Arc<Self>, request: &MigrateRequest) -> Result<MigrationStatus, Problem> {
         let (requested, requested_unix_ms) = (Instant::now(), unix_ms_now());
+        let request = &self.with_addresses(request);
         self.check_request(request)?;
         self.wait_for_last_migration(&request.vm)?;
         let _exclusive = self.context.names.exclusive(&request.vm);
         let record = self.known(&request.vm)?;
         self.check_not_in_migration(&request.vm)?;
         self.has_not_ended(&record)?;
-        let offer = self.offer(&record, request, false)?;
+        let mut offer = self.offer(&record, request, false)?;
         if CheckReport::blocked(&offer.findings) {
-            let error = format!("{} cannot be migrated", request.vm);
-            let advice = "see the findings, each with advice";
-            return Err(Problem::new(ProblemKind::Refused, error, advice).with_findings(offer.findings));
+            return Err(refused(&request.vm, offer.findings));
         }
         let held = ownership::owned_since(&self.context, &request.vm).map_err(|error| {
             let found = ownership::finding(&error);
@@ -107,7 +118,16 @@ impl Daemon {
             witness: self.context.config.registry.clone(),
         };
         let goals = Goals::new(request, &self.context.config);
+        let parties = (&terms.migration, &terms.destination);
+        let redirection = preflight::offer_redirection(
+            &self.context,
+            &mut offer.vm,
+            parties,
+            &request.new_addresses,
+            false,
+        );
         let proposal = Proposal {
+            redirection: redirection.map_err(|found| refused(&request.vm, vec![found]))?,
             registry_epoch: held,
             streams: goals.settings.streams,
             delta_seed: Some(RandomState::new().hash_one(&terms.migration)),
@@ -175,6 +195,15 @@ impl Daemon {
         }
         let context = Arc::clone(&self.context);
         (source::SourceDriver::new(context, terms, state, vm, inbox, controls, publisher), driven)
+    }
+
+    /// Returns the request with the addresses that need not be named: those of a VM that returns to a network.
+    fn with_addresses(&self, request: &MigrateRequest) -> MigrateRequest {
+        let mut request = request.clone();
+        if request.new_addresses.is_empty() {
+            request.new_addresses = preflight::returning_addresses(&self.context, &request);
+        }
+        request
     }
 
     // ---- checks of a request
@@ -284,6 +313,7 @@ impl Daemon {
             delta_seed: None,
             post_copy: false,
             probe: probe.proposed,
+            redirection: None,
         };
         let findings = surveyed.findings.into_iter().chain(probe.findings).collect();
         Ok(Offer {
@@ -295,6 +325,12 @@ impl Daemon {
             prober: probe.prober,
         })
     }
+}
+
+/// Refuses a migration for these findings.
+fn refused(vm: &VmName, findings: Vec<Finding>) -> Problem {
+    let error = format!("{vm} cannot be migrated");
+    Problem::new(ProblemKind::Refused, error, "see the findings, each with advice").with_findings(findings)
 }
 
 pub(super) fn internal(error: &JournalError) -> Problem {

@@ -84,6 +84,7 @@ impl Daemon {
             has_network: true,
             takes_frames: false,
             takes_flows: false,
+            redirection: None,
         })
     }
 
@@ -249,14 +250,19 @@ impl Arrival {
     fn run(self, mut driver: DestinationDriver, compared: Comparison) {
         let began = Instant::now();
         let mut artifacts = self.artifacts.clone();
-        let plan = ArrivalPlan { copied: self.copied.clone(), shared_files: compared.shared_files() };
+        let redirection = compared.agreed_redirection();
+        let (copied, shared_files) = (self.copied.clone(), compared.shared_files());
+        let plan = ArrivalPlan { copied, shared_files, redirection: Arc::clone(&redirection) };
         let started = self.start(&mut driver, &plan, &mut artifacts, compared);
         if started.is_err() {
             driver.undo_start(&self.artifacts);
         }
         match preflight::started_or_findings(started) {
             Ok(started) => {
-                let acceptance = self.acceptance(&driver, started, began);
+                let acceptance = Acceptance {
+                    redirection: redirection.get().and_then(|agreed| serde_json::to_value(agreed).ok()),
+                    ..self.acceptance(&driver, started, began)
+                };
                 driver.accept(acceptance);
                 driver.run();
             }
@@ -317,6 +323,7 @@ impl Arrival {
             has_network: true,
             takes_frames: driver.takes_frames(),
             takes_flows: driver.takes_flows(),
+            redirection: None,
         }
     }
 }

@@ -98,6 +98,7 @@ impl Daemon {
                 delta_seed: None,
                 post_copy: false,
                 probe: None,
+                redirection: None,
             });
         let (mut driver, driven) = self.destination_driver(record.terms.clone(), state, proposal);
         let (context, id) = (Arc::clone(&self.context), record.id().clone());

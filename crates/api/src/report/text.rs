@@ -4,10 +4,10 @@ use std::fmt::{self, Write as _};
 use std::iter;
 
 use proto::limits::PAGE_BYTES;
-use proto::message::{CardFrames, FailedFlow};
+use proto::message::CardFrames;
 
 use super::numbers::{bytes, milliseconds, rate, seconds, to_the_second};
-use super::{Downtime, Event, Outcome, PostCopy, Report, Round, Waiting, reductions};
+use super::{Downtime, Event, Outcome, PostCopy, Report, Round, Waiting, connections, reductions};
 
 impl Outcome {
     /// Returns the outcome as text.
@@ -119,19 +119,7 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         let (first_in, first_out) = (after(*first_in_us), after(*first_out_us));
         writeln!(out, "  network     {interface}: first frame in after {first_in}, out after {first_out}")?;
     }
-    if let Some(connections) = &report.connections {
-        write!(out, "  connections {} tracked connections carried", connections.carried)?;
-        match connections.not_carried() {
-            0 => writeln!(out)?,
-            count => writeln!(out, ", {count} not:")?,
-        }
-        for FailedFlow { flow, reason } in &connections.failed {
-            writeln!(out, "              {flow}: {reason}")?;
-        }
-        if connections.more_failed > 0 {
-            writeln!(out, "              and {} more", connections.more_failed)?;
-        }
-    }
+    connections::write(report, out)?;
     writeln!(
         out,
         "  agents' CPU {} → {}",

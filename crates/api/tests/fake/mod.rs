@@ -16,8 +16,8 @@ use crate::api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Control, Epoch,
     Finding, Forgotten, HostId, KernelFeature, LeftImage, Limits, MigrateRequest, MigrationId,
     MigrationSettings, MigrationStatus, NetworkItem, NetworkItemKind, NetworkItemStanding, NetworkState,
-    Problem, ProblemKind, RecoverAction, RecoverReport, RecoverRequest, Role, RunRequest, Severity, VmDetail,
-    VmName, VmSummary,
+    Problem, ProblemKind, RecoverAction, RecoverReport, RecoverRequest, RedirectionStage, Role, RunRequest,
+    Severity, StandingRedirection, VmDetail, VmName, VmSummary,
 };
 
 /// The fake control; see the module.
@@ -96,7 +96,17 @@ pub(crate) fn network_state() -> NetworkState {
         advice: Some("restart the agent".to_owned()),
         ..item(2)
     };
-    NetworkState { items: vec![item(3), left], unread: Vec::new() }
+    let redirection = StandingRedirection {
+        migration: MigrationId { vm: vm("web1"), epoch: Epoch(3) },
+        at: host("beta"),
+        left: vec![host("alpha")],
+        tunnel: Some("WireGuard".to_owned()),
+        addresses: vec!["192.0.2.5=198.51.100.5".parse().unwrap()],
+        stage: RedirectionStage::Active,
+        age_s: 7,
+        connections: Some(2),
+    };
+    NetworkState { redirections: vec![redirection], items: vec![item(3), left], unread: Vec::new() }
 }
 
 fn unknown_vm(name: &VmName) -> Problem {
@@ -433,6 +443,11 @@ impl Control for Fake {
 
     fn network(&self) -> Result<NetworkState, Problem> {
         Ok(network_state())
+    }
+
+    fn release_network(&self, vm: &VmName, all: bool) -> Result<Vec<MigrationId>, Problem> {
+        self.note(format!("release the network of {vm}, all: {all}"));
+        Ok(network_state().redirections.into_iter().map(|standing| standing.migration).collect())
     }
 
     fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, Problem> {

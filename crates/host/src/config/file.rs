@@ -12,7 +12,8 @@ use serde::Deserialize;
 
 use super::locate::Locator;
 use super::{
-    AgentRole, Config, ConfigError, Pool, PoolFormat, QemuConfig, Security, Storage, Timeouts, Tuning,
+    AgentRole, Config, ConfigError, Pool, PoolFormat, QemuConfig, RedirectionConfig, Security, Storage,
+    Timeouts, Tuning,
 };
 use crate::pool::THIN_KEEP_FREE_PERCENT;
 
@@ -75,6 +76,7 @@ struct Registry {
 #[serde(default, deny_unknown_fields)]
 struct Network {
     taps: BTreeMap<String, String>,
+    redirection: RedirectionConfig,
 }
 
 #[derive(Default, Deserialize)]
@@ -199,6 +201,7 @@ impl Checks<'_> {
                 allow_options: file.qemu.allow_options,
             },
             taps: file.network.taps,
+            redirection: self.redirection(file.network.redirection)?,
             disk_dirs: self.disk_dirs(file.disks.dirs)?,
             disks_shared: self.disks_shared(file.disks.shared)?,
             pool: file.disks.pool.map(|pool| self.pool(pool)).transpose()?,
@@ -364,6 +367,17 @@ impl Checks<'_> {
                 .wrong(&["disks", "shared"], format!("{word:?} is neither an absolute path nor an address"))),
             None => Ok(shared),
         }
+    }
+
+    fn redirection(&self, config: RedirectionConfig) -> Result<RedirectionConfig, ConfigError> {
+        let wrong = |key, what: &str| Err(self.wrong(&["network", "redirection", key], what));
+        if config.port == 0 {
+            return wrong("port", "0 is no port; choose one that is free on all hosts");
+        }
+        if config.longest_s == 0 || config.longest_s < config.least_s {
+            return wrong("longest_s", "must be at least `least_s`, and not 0");
+        }
+        Ok(config)
     }
 
     fn tuning(&self, tuning: &Tuning) -> Result<(), ConfigError> {

@@ -77,7 +77,7 @@ fn try_begin(vm: &mut SourceVm, required: bool) -> Result<SourceProbe, String> {
 }
 
 /// Returns the cards of a QEMU whose taps can be reached by their names.
-fn reachable_cards(qmp: &mut Qmp, process: &Process) -> Result<Vec<Card>, String> {
+pub(super) fn reachable_cards(qmp: &mut Qmp, process: &Process) -> Result<Vec<Card>, String> {
     let cards = network_cards::cards(qmp, process).map_err(|error| crate::chain(&error))?;
     let interfaces = network_cards::interfaces(&cards, process).map_err(|error| crate::chain(&error))?;
     if interfaces.is_empty() && !cards.is_empty() {

@@ -1,4 +1,4 @@
-//! Parts of a VM that migrate with it, at the destination: memory, disks, network cards.
+//! Parts of a VM that migrate with it, at the destination: memory, disks, redirected connections, network cards.
 //!
 //! The driver knows no part in particular: it calls all of them at the same points of a migration, in the order of the
 //! list. A new one is added to [`of_an_arriving_vm`], and needs no other change, unless both hosts have to agree on it, or it
@@ -26,6 +26,7 @@
 mod disks;
 mod memory;
 mod network;
+mod redirection;
 #[cfg(test)]
 pub(super) mod tests;
 
@@ -42,6 +43,7 @@ use qemu::qmp::QmpError;
 use super::inbox::DestinationMailbox;
 use host::disks::{KnownFile, PlannedDisk};
 use host::fault::Faults;
+use host::redirections::AgreedRedirection;
 use host::verification::CompareError;
 use host::{ArrivalArtifacts, ArrivalError, ArrivingVm, Context};
 
@@ -123,6 +125,8 @@ pub struct ArrivalPlan {
     pub copied: Vec<PlannedDisk>,
     /// Images that both hosts have, as they are now, and that QEMU opens once more before the guest runs.
     pub shared_files: Vec<KnownFile>,
+    /// Redirection of the VM's connections; it is there when QEMU has been started.
+    pub redirection: AgreedRedirection,
 }
 
 /// Blocks of a participant, open for writing.
@@ -188,6 +192,7 @@ pub(super) fn of_an_arriving_vm(environment: &ArrivalEnvironment) -> ArrivingPar
         vec![
             Box::new(memory::ArrivingMemory::new(environment)),
             Box::new(disks::ArrivingDisks::new(environment)),
+            Box::new(redirection::ArrivingRedirection::new(environment)),
             Box::new(network::ArrivingNetwork::new(environment)),
         ],
     )

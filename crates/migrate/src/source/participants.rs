@@ -1,4 +1,4 @@
-//! Parts of a VM that migrate with it, at the source: memory, disks, network cards.
+//! Parts of a VM that migrate with it, at the source: memory, disks, redirected connections, network cards.
 //!
 //! The driver knows no part in particular: it calls all of them at the same points of a migration, in the order of the
 //! list. A new one is added to [`of_a_vm`], and needs no other change, unless both hosts have to agree on it, or it
@@ -28,6 +28,7 @@
 mod disks;
 mod memory;
 mod network;
+mod redirection;
 #[cfg(test)]
 pub(super) mod tests;
 
@@ -44,6 +45,7 @@ use proto::message::{CopiedDisk, Message, Proposal};
 use qemu::qmp::Qmp;
 
 use super::MigrationControls;
+use super::agreement::RedirectedGuest;
 use super::failure::Failure;
 use super::payload::Payload;
 use super::telemetry::ShownBlock;
@@ -151,6 +153,8 @@ pub(super) struct Agreed<'a> {
     pub(super) takes_frames: bool,
     /// True if the destination installs tracked connections of the guest.
     pub(super) takes_flows: bool,
+    /// Redirection of the guest's connections, if it moves to another network.
+    pub(super) redirection: Option<&'a RedirectedGuest>,
 }
 
 /// A block of pages to send.
@@ -202,6 +206,7 @@ pub(super) fn of_a_vm(environment: &Environment) -> Participants {
         vec![
             Box::new(memory::Memory::new(environment)),
             Box::new(disks::Disks::new(environment)),
+            Box::new(redirection::Redirecting::new(environment)),
             Box::new(network::Network::new(environment)),
         ],
     )

@@ -34,7 +34,7 @@ use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
 use tracing::{debug, warn};
 
-use super::agreement::Capabilities;
+use super::agreement::{Capabilities, RedirectedGuest};
 use super::cpu_throttle::CpuThrottle;
 use super::failure::{Failure, gone, refusal, unexpected};
 use super::participants::{Agreed, Preparation};
@@ -263,6 +263,7 @@ impl SourceDriver {
             has_network,
             takes_frames,
             takes_flows,
+            redirection,
             ..
         } = acceptance;
         let why_not = findings.iter().find(|finding| finding.code == "no-post-copy");
@@ -270,8 +271,11 @@ impl SourceDriver {
             || "its version of whimbrel does not support it".to_owned(),
             |finding| finding.what.clone(),
         );
+        self.agree_on_redirection(redirection)?;
         let proposal = self.agreement.proposal.as_ref();
-        let agreed = Agreed { proposal, copied: &copied, has_network, takes_frames, takes_flows };
+        let redirection = self.agreement.redirection.as_ref();
+        let agreed =
+            Agreed { proposal, copied: &copied, has_network, takes_frames, takes_flows, redirection };
         self.controls.report(|report| {
             report.destination.ram_kind = Some(ram_kind);
             report.destination.qemu_version = qemu_version;
@@ -303,6 +307,14 @@ impl SourceDriver {
         })
     }
 
+    /// Accepts the destination's redirection of the VM's connections, if it is the one that was offered.
+    fn agree_on_redirection(&mut self, answered: Option<serde_json::Value>) -> Result<(), Failure> {
+        let Some(proposal) = &self.agreement.proposal else { return Ok(()) };
+        let agreed = RedirectedGuest::of(&self.terms, proposal, answered);
+        self.agreement.redirection = agreed.map_err(|reason| Failure::new(SourceEvent::Failed, reason))?;
+        Ok(())
+    }
+
     /// Makes the next epoch larger than `largest`.
     fn learn_epoch(&mut self, largest: Epoch) {
         if !session::learns_epoch(self.terms.epoch(), largest) {
@@ -329,7 +341,8 @@ impl SourceDriver {
     pub(super) fn open_participants(&mut self, capabilities: &Capabilities) -> Result<Payload, Failure> {
         let (proposal, copied) = (self.agreement.proposal.as_ref(), capabilities.copied.as_slice());
         let Capabilities { has_network, takes_frames, takes_flows, .. } = *capabilities;
-        let agreed = Agreed { proposal, copied, has_network, takes_frames, takes_flows };
+        let redirection = self.agreement.redirection.as_ref();
+        let agreed = Agreed { proposal, copied, has_network, takes_frames, takes_flows, redirection };
         self.resources.participants.check(&agreed)?;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         let payload = self.resources.participants.open(vm)?;

@@ -67,11 +67,11 @@ pub struct RedirectionFinding {
     pub remedy: String,
 }
 
-fn blocker(code: &'static str, text: String, remedy: String) -> RedirectionFinding {
+pub(super) fn blocker(code: &'static str, text: String, remedy: String) -> RedirectionFinding {
     RedirectionFinding { code, weight: FindingWeight::Blocker, text, remedy }
 }
 
-fn warning(code: &'static str, text: String, remedy: String) -> RedirectionFinding {
+pub(super) fn warning(code: &'static str, text: String, remedy: String) -> RedirectionFinding {
     RedirectionFinding { code, weight: FindingWeight::Warning, text, remedy }
 }
 

@@ -12,18 +12,20 @@
 //!
 //! All calls are for the network namespace of the calling thread.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::net::IpAddr;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use tracee::{PacketSocket, VIRTIO_HEADER_BYTES};
-use tracing::warn;
+use tracing::{debug, warn};
 
+use super::former_stations::FormerStations;
 use super::kernel;
 use super::names::{Names, number_of_device};
 use super::objects::KernelObject;
-use super::onward::{NotOwner, may_change};
+use super::onward::{NotOwner, may_change, settled};
 use super::parts::Redirection;
 use super::plan::{HostAbilities, HostPlan, NoPlan, plan};
 use super::record::{RecordStage, RecordStore, RedirectionRecord};
@@ -174,6 +176,23 @@ impl RedirectionKeeper {
         }
     }
 
+    /// Makes a redirection again that another one had replaced, after the latter was removed.
+    pub fn reinstate(&self, former: &RedirectionRecord) -> Result<(), RedirectionError> {
+        self.files(self.store.put(former))?;
+        self.make(former.plan.objects())
+    }
+
+    /// Forgets the keys of tunnels that no record names: no migration may be about to make one.
+    pub fn forget_unused_keys(&self) -> Result<(), RedirectionError> {
+        let records = self.records()?;
+        let legs = records.iter().flat_map(|record| &record.redirection.legs);
+        let used: BTreeSet<_> = legs.map(|leg| leg.number).collect();
+        for number in self.files(self.store.keys())?.into_iter().filter(|number| !used.contains(number)) {
+            self.forget_key(number)?;
+        }
+        Ok(())
+    }
+
     /// Removes what was prepared for a migration that is aborted. What takes packets stays: the guest has moved.
     pub fn undo(&self, record: RedirectionRecord) -> Result<(), RedirectionError> {
         if record.stage == RecordStage::Active { Ok(()) } else { self.release(record) }
@@ -186,6 +205,7 @@ impl RedirectionKeeper {
     pub fn release(&self, mut record: RedirectionRecord) -> Result<(), RedirectionError> {
         record.stage = RecordStage::Ending;
         self.files(self.store.put(&record))?;
+        let stations = FormerStations::of(&record.redirection, &self.host);
         let others = self.records()?;
         let mut remains = Vec::new();
         for object in record.plan.objects().rev() {
@@ -200,6 +220,9 @@ impl RedirectionKeeper {
         if let Some((object, source)) = remains.into_iter().next() {
             let migration = record.redirection.migration.clone();
             return Err(RedirectionError::Remains { migration, count, object: describe(object), source });
+        }
+        if let Err(error) = stations.and_then(|stations| stations.introduce()) {
+            debug!(%error, "the VM looks for its neighbours itself, a little later");
         }
         self.files(self.store.remove(&record))
     }
@@ -228,6 +251,21 @@ impl RedirectionKeeper {
         self.make(next.plan.objects().filter(|object| !has(&record.plan, object)))?;
         self.files(self.store.put(&next))?;
         Ok(next)
+    }
+
+    /// Ends what old connections need. Where the guest needs its host for all others as well, their translation stays, and
+    /// the record with it; otherwise everything is removed.
+    pub fn settle(
+        &self,
+        record: RedirectionRecord,
+        abilities: &HostAbilities,
+    ) -> Result<(), RedirectionError> {
+        let is_here = record.redirection.place.host == self.host;
+        let Some(settled) = settled(&record.redirection).filter(|_| is_here) else {
+            return self.release(record);
+        };
+        self.change(&record, &settled, abilities)?;
+        record.redirection.legs.iter().try_for_each(|leg| self.forget_key(leg.number))
     }
 
     /// Restores the redirections that the records name, after a start of the agent or of the host: an active one is made

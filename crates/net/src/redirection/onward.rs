@@ -77,6 +77,7 @@ pub fn moved(old: Option<&Redirection>, next: NetworkMove) -> Result<Onward, Not
         may_change(old, &migration, epoch)?;
     }
     let from = old.map_or(from, |old| old.place.clone());
+    let known_home = old.and_then(|old| old.home_lan.clone());
     let before = old.into_iter().flat_map(|old| &old.legs);
     let before: Vec<_> = before.map(|leg| (leg.host.clone(), leg.presence.clone())).collect();
     let mut place = to;
@@ -84,6 +85,9 @@ pub fn moved(old: Option<&Redirection>, next: NetworkMove) -> Result<Onward, Not
     if let Some((_, presence)) = before.iter().find(|(host, _)| *host == place.host) {
         place.presence = presence.clone();
     }
+    let presences = before.iter().map(|(_, presence)| presence).chain([&from.presence, &place.presence]);
+    let home = presences.into_iter().find(|presence| presence.is_home()).map(|home| home.lan.clone());
+    let home_lan = known_home.or(home);
     let (mut legs, mut left) = (Vec::new(), Vec::new());
     for (host, presence) in before.into_iter().chain([(from.host, from.presence)]) {
         if host == place.host {
@@ -97,7 +101,7 @@ pub fn moved(old: Option<&Redirection>, next: NetworkMove) -> Result<Onward, Not
         }
     }
     let is_needed = !legs.is_empty();
-    let redirection = Redirection { migration, epoch, card, addressing, place, legs };
+    let redirection = Redirection { migration, epoch, card, addressing, place, legs, home_lan };
     Ok(Onward { redirection: is_needed.then_some(redirection), left })
 }
 
@@ -105,6 +109,12 @@ pub fn moved(old: Option<&Redirection>, next: NetworkMove) -> Result<Onward, Not
 pub fn without(redirection: &Redirection, host: &str) -> Option<Redirection> {
     let legs: Vec<_> = redirection.legs.iter().filter(|leg| leg.host != host).cloned().collect();
     (!legs.is_empty()).then(|| Redirection { legs, ..redirection.clone() })
+}
+
+/// Returns what the host where the guest is needs when its old connections have ended: the translation of its new
+/// addresses, without which it would reach nothing. None where it has configured the addresses of its network.
+pub fn settled(redirection: &Redirection) -> Option<Redirection> {
+    redirection.is_needed_for_all().then(|| Redirection { legs: Vec::new(), ..redirection.clone() })
 }
 
 /// Returns an entry of connection tracking of the host that the guest leaves as the guest's new host needs it: as the

@@ -166,8 +166,12 @@ pub struct Redirection {
     pub addressing: GuestAddressing,
     /// Place of the guest.
     pub place: GuestPlace,
-    /// Hosts that it has left.
+    /// Hosts that it has left and whose networks its old connections come from; none when these have ended, and only the
+    /// new addresses are still translated.
     pub legs: Vec<Leg>,
+    /// Network whose addresses the guest has configured, as far as it is known.
+    #[serde(default)]
+    pub home_lan: Option<Lan>,
 }
 
 impl Redirection {
@@ -198,6 +202,11 @@ impl Redirection {
     pub fn usual_leg(&self) -> Option<&Leg> {
         let first = self.legs.first().filter(|_| !self.place.presence.is_home());
         self.home().or(first)
+    }
+
+    /// Returns true if the guest needs the host where it is for its new connections, too.
+    pub fn is_needed_for_all(&self) -> bool {
+        self.is_translated() && !self.place.presence.is_home()
     }
 
     /// Returns the hosts that take part, that of the guest first.

@@ -60,7 +60,7 @@ pub enum NoPlan {
     #[error("host {0} has no part in this redirection")]
     NotInvolved(String),
     /// A redirection leads from somewhere.
-    #[error("a redirection has from 1 to {MOST_LEGS} hosts that the VM has left, not {0}")]
+    #[error("a redirection has from 1 to {MOST_LEGS} hosts that the VM has left, not {0}, or it translates")]
     Legs(usize),
     /// Numbers are limited, and differ.
     #[error("the numbers of the tunnels are not distinct, or not below {NUMBERS}")]
@@ -85,7 +85,7 @@ pub fn plan(redirection: &Redirection, host: &str, abilities: &HostAbilities) ->
 
 fn check(redirection: &Redirection) -> Result<(), NoPlan> {
     let legs = &redirection.legs;
-    if legs.is_empty() || legs.len() > MOST_LEGS {
+    if legs.is_empty() && !redirection.is_needed_for_all() || legs.len() > MOST_LEGS {
         return Err(NoPlan::Legs(legs.len()));
     }
     let numbers: BTreeSet<_> = legs.iter().map(|leg| leg.number).filter(|number| *number < NUMBERS).collect();
@@ -360,12 +360,10 @@ impl Planner<'_> {
 
     /// Plans answers for the gateways and neighbours of IPv6, which have to be named one by one.
     fn v6_neighbours(&mut self, wire: &str) {
-        let place = &self.redirection.place.presence;
-        let home = self.redirection.home().map(|leg| &leg.presence);
-        let Some(home) = home.or_else(|| place.is_home().then_some(place)) else { return };
-        let gateways = home.lan.networks.iter().filter_map(|network| network.gateway);
+        let Some(home) = &self.redirection.home_lan else { return };
+        let gateways = home.networks.iter().filter_map(|network| network.gateway);
         let mut known: BTreeSet<_> = gateways.filter(IpAddr::is_ipv6).collect();
-        known.extend(home.lan.neighbours.iter().copied().map(IpAddr::from));
+        known.extend(home.neighbours.iter().copied().map(IpAddr::from));
         for address in known {
             let device = wire.to_owned();
             let is_link_local = matches!(address, IpAddr::V6(address) if address.is_unicast_link_local());

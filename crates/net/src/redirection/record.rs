@@ -104,6 +104,21 @@ impl RecordStore {
         unless_absent(fs::remove_file(self.path(record.names().0, RECORD_END)))
     }
 
+    /// Returns the numbers of tunnels whose private keys are kept.
+    pub fn keys(&self) -> io::Result<Vec<u32>> {
+        let entries = match fs::read_dir(&self.directory) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries?,
+        };
+        let mut numbers = Vec::new();
+        for entry in entries {
+            let name = entry?.file_name();
+            let number: Option<u32> = name.to_str().and_then(|name| name.strip_suffix(KEY_END)?.parse().ok());
+            numbers.extend(number);
+        }
+        Ok(numbers)
+    }
+
     /// Keeps the private key of a tunnel.
     pub fn put_key(&self, number: u32, key: &Key) -> io::Result<()> {
         self.write(&self.path(number, KEY_END), key)

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use tracee::{PacketSocket, VIRTIO_HEADER_BYTES};
 
-use super::judge::ClosedChain;
+use super::judge::{ClosedChain, RedirectionFacts};
 use super::kernel;
 use super::names::{Names, number_of_device};
-use super::parts::Prefix;
+use super::parts::{Lan, LanNetwork, Prefix};
 use super::plan::HostAbilities;
 use super::tunnel::TunnelKind;
 use crate::conntrack;
@@ -22,6 +22,7 @@ use crate::ethernet::{Frame, Mac};
 use crate::filter;
 use crate::inventory;
 use crate::netlink::{ACKNOWLEDGE, DUMP, Requests, Socket, attribute};
+use crate::ports;
 use crate::probe::{NetworkProof, question};
 
 /// Directory of the kernel's settings.
@@ -30,6 +31,8 @@ const SETTINGS: &str = "/proc/sys";
 const PAUSE: Duration = Duration::from_millis(10);
 /// Pause between two questions for the same address.
 const QUESTION_PAUSE: Duration = Duration::from_millis(200);
+/// Longest wait for a station that has an address which the guest is to get.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Numbers of `linux/rtnetlink.h`, `linux/if_link.h` and `linux/netfilter/nf_tables.h`.
 mod abi {
@@ -37,6 +40,10 @@ mod abi {
     pub(super) const LINK_BYTES: usize = 16;
     pub(super) const LINK_ADDRESS: u16 = 1;
     pub(super) const LINK_MTU: u16 = 4;
+    pub(super) const LINK_INFO: u16 = 18;
+    pub(super) const INFO_KIND: u16 = 1;
+    pub(super) const TUN_DRIVER: &[u8] = b"tun\0";
+    pub(super) const ETHERNET: u16 = 1;
     pub(super) const GET_ADDRESS: u16 = 22;
     pub(super) const ADDRESS_BYTES: usize = 8;
     pub(super) const ADDRESS: u16 = 1;
@@ -116,17 +123,102 @@ pub fn tracks() -> bool {
 }
 
 /// Returns true if an interface is a tap.
-pub fn is_tap(interface: &str) -> bool {
-    Path::new("/sys/class/net").join(interface).join("tun_flags").exists()
+pub fn is_tap(interface: &str) -> io::Result<bool> {
+    let route = Socket::route()?;
+    let mut fixed = [0; abi::LINK_BYTES];
+    fixed[4..8].copy_from_slice(&route.index_of(interface)?.to_ne_bytes());
+    let mut request = Requests::default();
+    request.request(abi::GET_LINK, ACKNOWLEDGE, &fixed);
+    let mut is_tap = false;
+    route.dump(request, |body| is_tap |= describes_tap(body).unwrap_or(false))?;
+    Ok(is_tap)
+}
+
+/// Returns true if a message describes a device of the tun driver that has frames.
+fn describes_tap(body: &[u8]) -> Option<bool> {
+    let kind = u16::from_ne_bytes(*body.get(2..)?.first_chunk()?);
+    let info = attribute(body.get(abi::LINK_BYTES..)?, abi::LINK_INFO)?;
+    Some(kind == abi::ETHERNET && attribute(info, abi::INFO_KIND)? == abi::TUN_DRIVER)
 }
 
 /// Returns the addresses of the host, each with its network.
 pub fn own() -> io::Result<Vec<Prefix>> {
+    Ok(own_by_device()?.into_iter().map(|(_, address)| address).collect())
+}
+
+/// Returns the addresses of the host, each with the number of its device.
+fn own_by_device() -> io::Result<Vec<(u32, Prefix)>> {
     let mut request = Requests::default();
     request.request(abi::GET_ADDRESS, DUMP, &[0; abi::ADDRESS_BYTES]);
     let mut found = Vec::new();
-    Socket::route()?.dump(request, |body| found.extend(own_address(body)))?;
+    Socket::route()?.dump(request, |body| {
+        let device = body.get(4..).and_then(<[u8]>::first_chunk).map(|index| u32::from_ne_bytes(*index));
+        found.extend(device.zip(own_address(body)));
+    })?;
     Ok(found)
+}
+
+/// Returns the network of an interface, as far as the host knows it: by its own addresses there, and its gateways.
+pub fn lan(interface: &str) -> io::Result<Lan> {
+    let port = ports::bridge_port(interface)?;
+    let index =
+        port.as_ref().map_or_else(|| Socket::route()?.index_of(interface), |port| Ok(port.bridge_index))?;
+    let mtu = device_mtu(index)?;
+    let mut lan = Lan { bridge: None, vlan: None, mtu, networks: Vec::new(), neighbours: Vec::new() };
+    let Some(port) = port else { return Ok(lan) };
+    // The host's own addresses in a bridge are in the guest's network only if they are in the same VLAN.
+    if port.vlan == port.host_vlan {
+        let own = own_by_device()?.into_iter().filter(|(device, _)| *device == port.bridge_index);
+        let own = own.map(|(_, address)| address).filter(|own| !is_link_local(own.address));
+        let gateways: Vec<_> = ports::next_hops(port.bridge_index)?.into_iter().collect();
+        lan.networks = networks(own, &gateways);
+    }
+    (lan.bridge, lan.vlan) = (Some(port.bridge), port.vlan);
+    Ok(lan)
+}
+
+fn is_link_local(address: IpAddr) -> bool {
+    matches!(address, IpAddr::V6(address) if address.is_unicast_link_local())
+}
+
+/// Returns the networks of these addresses, each with its gateway.
+fn networks(own: impl Iterator<Item = Prefix>, gateways: &[IpAddr]) -> Vec<LanNetwork> {
+    let gateway = |prefix: Prefix| {
+        let is_there = |gateway: &&IpAddr| {
+            prefix.contains(**gateway) || is_link_local(**gateway) && prefix.address.is_ipv6()
+        };
+        gateways.iter().find(is_there).copied()
+    };
+    own.map(|prefix| LanNetwork { prefix, gateway: gateway(prefix) }).collect()
+}
+
+/// Returns the facts of this host for a redirection with a tunnel of this number between these addresses, its own first.
+/// `asked` are addresses that the guest is to get in the bridge of this interface.
+pub fn facts(
+    interface: &str,
+    number: u32,
+    ends: [IpAddr; 2],
+    asked: &[IpAddr],
+) -> io::Result<RedirectionFacts> {
+    let bridge = ports::bridge_port(interface)?.filter(|port| port.vlan == port.host_vlan);
+    let taken = match bridge.filter(|_| !asked.is_empty()) {
+        Some(port) => taken(&port.bridge, asked, PATIENCE)?,
+        None => BTreeSet::new(),
+    };
+    let numbers = numbers()?;
+    // A number that is in use is a finding of its own.
+    let tunnels = if numbers.contains(&number) { TunnelKind::ALL.into() } else { tunnels(number, ends)? };
+    Ok(RedirectionFacts {
+        tunnels,
+        abilities: abilities()?,
+        own: own()?,
+        taken,
+        closed: closed_chains()?,
+        path_mtu: path_mtu(ends[1])?,
+        numbers,
+        tracks: tracks(),
+        is_tap: is_tap(interface)?,
+    })
 }
 
 fn own_address(body: &[u8]) -> Option<Prefix> {
@@ -162,16 +254,21 @@ pub fn path_mtu(to: IpAddr) -> io::Result<u32> {
         device = number(listed, abi::ROUTE_DEVICE);
         learnt = attribute(listed, abi::ROUTE_METRICS).and_then(|metrics| number(metrics, abi::METRIC_MTU));
     })?;
+    let mtu = device_mtu(device.ok_or(io::ErrorKind::HostUnreachable)?)?;
+    Ok(learnt.filter(|learnt| *learnt > 0).map_or(mtu, |learnt: u32| learnt.min(mtu)))
+}
+
+/// Returns the largest packet that a device sends, in bytes.
+fn device_mtu(index: u32) -> io::Result<u32> {
     let mut fixed = [0; abi::LINK_BYTES];
-    fixed[4..8].copy_from_slice(&device.ok_or(io::ErrorKind::HostUnreachable)?.to_ne_bytes());
+    fixed[4..8].copy_from_slice(&index.to_ne_bytes());
     let mut request = Requests::default();
     request.request(abi::GET_LINK, ACKNOWLEDGE, &fixed);
     let mut mtu = None;
     Socket::route()?.dump(request, |body| {
         mtu = mtu.or(number(body.get(abi::LINK_BYTES..).unwrap_or_default(), abi::LINK_MTU));
     })?;
-    let mtu: u32 = mtu.ok_or(io::ErrorKind::NotFound)?;
-    Ok(learnt.filter(|learnt| *learnt > 0).map_or(mtu, |learnt: u32| learnt.min(mtu)))
+    mtu.ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
 /// Returns the chains of firewalls that let pass only what their rules name.
@@ -283,10 +380,21 @@ mod tests {
         }
     }
 
+    #[test]
+    fn networks_have_the_gateways_in_them() {
+        let prefix = |text: &str, length| Prefix { address: text.parse().unwrap(), length };
+        let own = [prefix("10.0.0.2", 24), prefix("10.9.0.2", 24), prefix("fd00::2", 64)];
+        let gateways = ["10.0.0.254", "fe80::1"].map(|text| text.parse().unwrap());
+        let found = networks(own.into_iter(), &gateways);
+        let gateways = found.iter().map(|network| network.gateway.map(|gateway| gateway.to_string()));
+        assert_eq!(gateways.collect::<Vec<_>>(), [Some("10.0.0.254".into()), None, Some("fe80::1".into())]);
+    }
+
     proptest! {
         #[test]
         fn any_bytes_are_read(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             closed_chain(&bytes);
+            describes_tap(&bytes);
             own_address(&bytes);
         }
     }

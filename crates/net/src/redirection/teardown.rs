@@ -48,6 +48,8 @@ pub struct TeardownFacts {
     pub is_asked: bool,
     /// True if the other host has ended its part.
     pub is_other_gone: bool,
+    /// True if the guest was to be on this host, and is not any more.
+    pub is_guest_gone: bool,
 }
 
 /// Reason for an end.
@@ -55,6 +57,8 @@ pub struct TeardownFacts {
 pub enum TeardownReason {
     /// A user wants it.
     Asked,
+    /// The guest is not on this host any more.
+    GuestGone,
     /// The other host serves no connection any more.
     OtherHostGone,
     /// No connection uses the old address.
@@ -68,6 +72,8 @@ pub fn decide(facts: TeardownFacts, limits: TeardownLimits) -> Option<TeardownRe
     let is_unused = facts.connections == Some(0) && facts.quiet_for >= limits.quiet;
     if facts.is_asked {
         Some(TeardownReason::Asked)
+    } else if facts.is_guest_gone {
+        Some(TeardownReason::GuestGone)
     } else if facts.is_other_gone {
         Some(TeardownReason::OtherHostGone)
     } else if facts.age >= limits.longest {
@@ -114,6 +120,7 @@ mod tests {
             quiet_for: Duration::ZERO,
             is_asked: false,
             is_other_gone: false,
+            is_guest_gone: false,
         };
         let unused = TeardownFacts { connections: Some(0), quiet_for: MINUTE, ..used };
         let old = Duration::from_hours(24);
@@ -127,6 +134,7 @@ mod tests {
             (TeardownFacts { age: old, connections: None, ..used }, Some(TeardownReason::TooOld)),
             (TeardownFacts { is_asked: true, ..used }, Some(TeardownReason::Asked)),
             (TeardownFacts { is_other_gone: true, ..used }, Some(TeardownReason::OtherHostGone)),
+            (TeardownFacts { is_guest_gone: true, ..used }, Some(TeardownReason::GuestGone)),
         ] {
             assert_eq!(decide(facts, limits), expected, "{facts:?}");
         }

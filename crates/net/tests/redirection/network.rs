@@ -71,7 +71,7 @@ impl Family {
         self.address(93, 1, 1)
     }
 
-    fn length(self) -> u8 {
+    pub(crate) fn length(self) -> u8 {
         if self == Self::V4 { 24 } else { 64 }
     }
 }
@@ -434,6 +434,6 @@ pub(crate) fn facts() -> RedirectionFacts {
         path_mtu: survey::path_mtu(ends[1]).unwrap(),
         numbers: survey::numbers().unwrap(),
         tracks: survey::tracks(),
-        is_tap: survey::is_tap(TAP),
+        is_tap: survey::is_tap(VM_BRIDGE).unwrap(),
     }
 }

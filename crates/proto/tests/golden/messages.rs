@@ -61,6 +61,7 @@ fn acceptance() -> Acceptance {
         has_network: false,
         takes_frames: false,
         takes_flows: false,
+        redirection: None,
     }
 }
 
@@ -83,6 +84,7 @@ fn proposal() -> Proposal {
         delta_seed: None,
         post_copy: false,
         probe: None,
+        redirection: None,
     }
 }
 
@@ -95,6 +97,7 @@ pub(crate) fn greetings() -> Vec<Hello> {
         Purpose::Registry,
         Purpose::Frames { migration: migration() },
         Purpose::Flows { migration: migration() },
+        Purpose::Redirection { migration: migration() },
     ]
     .map(|purpose| Hello { oldest: 1, newest: 1, host: host(), purpose })
     .into()
@@ -155,6 +158,10 @@ pub(crate) fn messages() -> Vec<Message> {
     vec![
         Message::Propose(Box::new(proposal())),
         Message::Propose(Box::new(full)),
+        Message::Propose(Box::new(Proposal {
+            redirection: Some(serde_json::json!({ "number": 31 })),
+            ..proposal()
+        })),
         Message::Accept(Acceptance {
             findings: vec![Finding { severity: Severity::Warning, ..finding() }],
             ..acceptance()
@@ -186,6 +193,7 @@ pub(crate) fn messages() -> Vec<Message> {
         Message::Accept(Acceptance { post_copy: true, can_discard: true, ..acceptance() }),
         Message::Accept(Acceptance { has_network: true, takes_frames: true, ..acceptance() }),
         Message::Accept(Acceptance { takes_flows: true, ..acceptance() }),
+        Message::Accept(Acceptance { redirection: Some(serde_json::json!({ "epoch": 3 })), ..acceptance() }),
         Message::Reject {
             findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }],
             largest_epoch: None,
@@ -302,6 +310,8 @@ pub(crate) fn messages() -> Vec<Message> {
         Message::RegistryReply(RegistryReply::Record { record: None }),
         Message::RegistryReply(RegistryReply::Set),
         Message::RegistryReply(RegistryReply::Failed { reason: reason() }),
+        Message::AskRedirection,
+        Message::RedirectionStands { stands: true },
     ]
 }
 
@@ -342,5 +352,7 @@ pub(crate) fn number(message: &Message) -> usize {
         Message::Pong => 31,
         Message::RegistryRequest(_) => 32,
         Message::RegistryReply(_) => 33,
+        Message::AskRedirection => 34,
+        Message::RedirectionStands { .. } => 35,
     }
 }

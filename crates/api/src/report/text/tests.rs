@@ -1,9 +1,9 @@
-use proto::message::{Finding, RamBlock, Severity};
+use proto::message::{FailedFlow, Finding, RamBlock, Severity};
 use proto::{Epoch, HostId, MigrationId, VmName};
 
 use engine::pressure::Restraint;
 
-use super::super::{Measured, TrackedConnections, Verification};
+use super::super::{Measured, RedirectedConnections, TrackedConnections, Verification};
 use super::*;
 use crate::MigrationSettings;
 
@@ -209,4 +209,25 @@ fn connections_that_were_not_carried_are_listed() {
     assert!(text.contains("  tcp a → b: no room\n") && text.contains("  and 2 more\n"), "{text}");
     report.connections = Some(TrackedConnections { carried: 7, ..TrackedConnections::default() });
     assert!(render(&report).contains("  connections 7 tracked connections carried\n"));
+}
+
+#[test]
+fn the_tunnel_of_redirected_connections_is_shown() {
+    let mut report = sample();
+    let mut redirected = RedirectedConnections {
+        addresses: vec!["192.0.2.5=198.51.100.5/24".parse().unwrap()],
+        tunnel: "WireGuard".to_owned(),
+        ends: ["192.0.2.2", "198.51.100.2"].map(|end| end.parse().unwrap()),
+        mtu: 1440,
+        prepare_us: None,
+        switch_us: None,
+    };
+    report.redirection = Some(redirected.clone());
+    let text = render(&report);
+    let line =
+        "  redirection 192.0.2.5=198.51.100.5/24 by WireGuard from 192.0.2.2 to 198.51.100.2, 1440 bytes\n";
+    assert!(text.contains(line) && !text.contains("switched"), "{text}");
+    (redirected.prepare_us, redirected.switch_us) = (Some(2_000), Some(3_000));
+    report.redirection = Some(redirected);
+    assert!(render(&report).contains("prepared in 2.0 ms, switched in 3.0 ms\n"), "{}", render(&report));
 }

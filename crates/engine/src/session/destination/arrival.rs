@@ -163,6 +163,8 @@ impl DestinationSession {
             | Message::Running { .. }
             | Message::Incomplete { .. }
             | Message::FirstFrames { .. }
+            | Message::AskRedirection
+            | Message::RedirectionStands { .. }
             | Message::Refused { .. }
             | Message::Crashed { .. }
             | Message::Ask { .. }

@@ -92,6 +92,7 @@ mod tests {
             has_network: false,
             takes_frames: false,
             takes_flows: false,
+            redirection: None,
         }
     }
 

@@ -35,6 +35,8 @@ pub(super) struct ArrivingNetwork {
     cards: ArrivingCards,
     /// Installs tracked connections of the guest; absent where that is impossible, and after a restart of the agent.
     flows: Option<FlowInstaller>,
+    /// True if the guest comes from another network: nothing announces it in this one by addresses of that.
+    is_redirected: bool,
 }
 
 /// Name of the file in the VM's directory that lists tracked connections while they may have to be removed.
@@ -42,7 +44,8 @@ const FLOWS_FILE: &str = "flows";
 
 impl ArrivingNetwork {
     pub(super) fn new(environment: &ArrivalEnvironment) -> Self {
-        Self { environment: environment.clone(), cards: ArrivingCards::default(), flows: None }
+        let environment = environment.clone();
+        Self { environment, cards: ArrivingCards::default(), flows: None, is_redirected: false }
     }
 
     /// Returns the list of tracked connections that this agent or one before it has made.
@@ -57,7 +60,8 @@ impl ArrivingParticipant for ArrivingNetwork {
         ArrivingProfile { name: "network", can_post_copy: false, irreversible: None }
     }
 
-    fn check(&mut self, _: &Proposal, _: &ArrivalPlan) -> Result<(), ArrivalError> {
+    fn check(&mut self, proposal: &Proposal, _: &ArrivalPlan) -> Result<(), ArrivalError> {
+        self.is_redirected = proposal.redirection.is_some();
         Ok(())
     }
 
@@ -68,6 +72,7 @@ impl ArrivingParticipant for ArrivingNetwork {
     /// Finds the cards; frames of the source may arrive from now on.
     fn open(&mut self, vm: &mut ArrivingVm) -> Result<OpenBlocks, ArrivalError> {
         self.cards = ArrivingCards::find(vm, &self.environment.migration);
+        self.cards.is_redirected = self.is_redirected;
         if let Some(input) = self.cards.frames_input() {
             self.environment.mailbox.pass_frames_to(input);
         }
@@ -160,6 +165,8 @@ impl ArrivingParticipant for ArrivingNetwork {
 /// The cards, and what is done with their frames.
 #[derive(Default)]
 struct ArrivingCards {
+    /// True if nothing announces the guest.
+    is_redirected: bool,
     announcer: Option<Announcer>,
     /// Interfaces of the cards, with the cards' addresses.
     interfaces: Vec<(String, Mac)>,
@@ -240,7 +247,9 @@ impl ArrivingCards {
         }
         let Some(announcer) = &self.announcer else { return };
         self.announced_at.get_or_insert_with(SystemTime::now);
-        announcer.announce();
+        if !self.is_redirected {
+            announcer.announce();
+        }
     }
 
     /// Delivers the frames that were kept for the guest, which stays on this host. Returns at once.
@@ -254,6 +263,7 @@ impl ArrivingCards {
     fn guest_runs(&mut self, process: &Process, ran: SystemTime) {
         self.release();
         if let (Some(announcer), Ok(process)) = (self.announcer.take(), process.try_clone())
+            && !self.is_redirected
             && let Err(error) = network_cards::repeat_announcement(announcer, process)
         {
             warn!(%error, "the announcement of the guest is not repeated");

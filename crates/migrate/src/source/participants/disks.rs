@@ -424,6 +424,7 @@ mod tests {
             has_network: false,
             takes_frames: false,
             takes_flows: false,
+            redirection: None,
         };
         disks.report(&agreed, &mut report);
         let [name, path, format] = ["sdb", "/pool/sdb", "raw"].map(str::to_owned);

@@ -23,6 +23,7 @@ use self::flows::FlowCopier;
 use self::held_link::{FramesLink, HeldLink};
 use self::ping::BridgedCard;
 use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
+use crate::source::agreement::RedirectedGuest;
 use crate::source::failure::Failure;
 use crate::source::telemetry::ShownBlock;
 use api::NetworkCheck;
@@ -52,6 +53,8 @@ pub(super) struct Network {
     bridged: Vec<BridgedCard>,
     /// Asks the guest at the destination, until its first frames are reported.
     pinger: Option<Pinger>,
+    /// Redirection of the guest's connections, if it moves to another network.
+    redirected: Option<RedirectedGuest>,
     /// Copies tracked connections; absent where that is impossible, and where no card has a tap.
     flows: Option<FlowCopier>,
     /// Observes the claims; absent where that is impossible, and where no card has a tap.
@@ -74,6 +77,7 @@ impl Network {
             interfaces: Vec::new(),
             bridged: Vec::new(),
             pinger: None,
+            redirected: None,
             flows: None,
             listener: None,
             link: None,
@@ -85,7 +89,8 @@ impl Network {
     /// connections cut those of the guest.
     fn copy_flows(&mut self) {
         let started = if self.takes_flows {
-            FlowCopier::start(&self.environment, self.listener.clone(), &self.interfaces)
+            let redirected = self.redirected.clone();
+            FlowCopier::start(&self.environment, self.listener.clone(), &self.interfaces, redirected)
         } else {
             Err("the destination cannot install tracked connections".to_owned())
         };
@@ -97,7 +102,10 @@ impl Network {
 
     /// Reports the connections that were carried, and those that were not.
     fn report_flows(&mut self) {
-        let Some(copied) = self.flows.take().map(|copier| copier.remove_here()) else { return };
+        // What goes on through this host is still tracked and translated here.
+        let stay = self.redirected.is_some();
+        let end = |copier: FlowCopier| if stay { copier.copied() } else { copier.remove_here() };
+        let Some(copied) = self.flows.take().map(end) else { return };
         if copied == TrackedConnections::default() {
             return;
         }
@@ -166,6 +174,7 @@ impl Participant for Network {
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
         (self.expects_first_frames, self.takes_frames) = (agreed.has_network, agreed.takes_frames);
         (self.takes_flows, self.may_be_announced) = (agreed.takes_flows, false);
+        self.redirected = agreed.redirection.cloned();
         Ok(())
     }
 

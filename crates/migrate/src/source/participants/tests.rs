@@ -179,8 +179,14 @@ fn boxed(fake: Fake) -> Box<dyn Participant> {
     Box::new(fake)
 }
 
-const AGREED: Agreed<'_> =
-    Agreed { proposal: None, copied: &[], has_network: false, takes_frames: false, takes_flows: false };
+const AGREED: Agreed<'_> = Agreed {
+    proposal: None,
+    copied: &[],
+    has_network: false,
+    takes_frames: false,
+    takes_flows: false,
+    redirection: None,
+};
 
 #[test]
 fn a_step_that_cannot_be_undone_before_committed_is_refused() {

@@ -88,3 +88,19 @@ fn a_table_that_changes_is_replaced_in_one_step() {
         one.plan.objects().all(|object| matches!(object, KernelObject::Rules(_)) || has(&two.plan, object))
     );
 }
+
+#[test]
+fn keys_without_a_redirection_are_forgotten() {
+    let directory = tempfile::tempdir().unwrap();
+    let (keeper, store) =
+        (RedirectionKeeper::new("host1", directory.path()), RecordStore::new(directory.path()));
+    keeper.forget_unused_keys().unwrap();
+    let web = record(first(), "host1", "0");
+    store.put(&web).unwrap();
+    let used = web.redirection.legs[0].number;
+    for number in [used, 77] {
+        store.put_key(number, &[7; 32]).unwrap();
+    }
+    keeper.forget_unused_keys().unwrap();
+    assert_eq!(store.keys().unwrap(), [used]);
+}

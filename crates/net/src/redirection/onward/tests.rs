@@ -61,3 +61,16 @@ fn only_the_owner_changes_a_redirection() {
         assert_eq!(moved(Some(&first), next), Err(refused));
     }
 }
+
+#[test]
+fn the_new_address_stays_when_old_connections_end() {
+    let first = first();
+    let home = first.legs[0].presence.lan.clone();
+    assert_eq!(first.home_lan.as_ref(), Some(&home));
+    let settled = settled(&first).unwrap();
+    assert_eq!((settled.legs.len(), settled.home_lan.as_ref()), (0, Some(&home)));
+    let on = moved(Some(&settled), a_move(4, 2, 3, &[2])).unwrap().redirection.unwrap();
+    assert_eq!((hosts(&on), on.home_lan.as_ref()), (vec!["host2"], Some(&home)));
+    let back = moved(Some(&first), a_move(4, 2, 1, &[2])).unwrap().redirection.unwrap();
+    assert_eq!(super::settled(&back), None, "it is at home");
+}

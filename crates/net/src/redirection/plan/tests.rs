@@ -225,7 +225,10 @@ fn a_plan_needs_a_part_numbers_and_keys() {
     let good = first();
     let of = |redirection: &Redirection, host| plan(redirection, host, &able()).unwrap_err();
     assert_eq!(of(&good, "host3"), NoPlan::NotInvolved("host3".to_owned()));
-    assert_eq!(of(&Redirection { legs: Vec::new(), ..good.clone() }, "host1"), NoPlan::Legs(0));
+    let none = Redirection { legs: Vec::new(), ..good.clone() };
+    assert_eq!(of(&none, "host1"), NoPlan::NotInvolved("host1".to_owned()));
+    let both = Redirection { addressing: GuestAddressing::Both, ..none };
+    assert_eq!(of(&both, "host2"), NoPlan::Legs(0));
     let twice = [good.legs.clone(), good.legs.clone()].concat();
     assert_eq!(of(&Redirection { legs: twice, ..good.clone() }, "host1"), NoPlan::Numbers);
     let mut keyless = good;
@@ -247,4 +250,23 @@ fn a_plan_needs_a_part_numbers_and_keys() {
     assert!(
         routes(&plan).iter().all(|route| route.next_hop.is_none() || route.device == Names(301).station())
     );
+}
+
+#[test]
+fn translation_outlives_old_connections() {
+    let before = plan_of(&first(), "host2");
+    let settled = crate::redirection::onward::settled(&first()).unwrap();
+    let plan = plan_of(&settled, "host2");
+    let (made, named) = devices(&plan);
+    let tunnel = Names(first().legs[0].number).tunnel();
+    assert!(devices(&before).0.contains(&tunnel) && !made.contains(&tunnel));
+    assert!(named.is_subset(&made.iter().cloned().chain(["tap0".to_owned(), "br0".to_owned()]).collect()));
+    assert!(parts(&plan).contains(&&RulePart::TranslateSource(ip("10.2.0.5"))));
+    let answered = |plan: &HostPlan| {
+        let proxy = |object: &&KernelObject| {
+            matches!(object, KernelObject::Proxy { .. } | KernelObject::Address { .. })
+        };
+        plan.objects().filter(proxy).cloned().collect::<Vec<_>>()
+    };
+    assert_eq!(answered(&plan), answered(&before), "its former gateways are still answered for");
 }

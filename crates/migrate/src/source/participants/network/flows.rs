@@ -18,6 +18,7 @@ use proto::{Purpose, limits};
 use tracing::{debug, warn};
 
 use super::super::Environment;
+use crate::source::agreement::RedirectedGuest;
 use api::report::TrackedConnections;
 use host::{network_cards, peers};
 
@@ -72,6 +73,7 @@ impl FlowCopier {
         environment: &Environment,
         listener: Option<Arc<Listener>>,
         interfaces: &[network_cards::Interface],
+        redirected: Option<RedirectedGuest>,
     ) -> Result<Self, String> {
         let chain = |error: std::io::Error| crate::chain(&error);
         let netfilter = Socket::netfilter().map_err(chain)?;
@@ -85,6 +87,7 @@ impl FlowCopier {
             senders: AddressSampler::start(named).map_err(chain)?,
             stations: interfaces.iter().map(|(_, mac)| *mac).collect(),
             claimed: BTreeSet::new(),
+            redirected,
             sent: SentFlows::default(),
             connection: None,
         };
@@ -113,10 +116,15 @@ impl FlowCopier {
         self.0.lock().addresses.clone()
     }
 
+    /// Returns the result for the report.
+    pub(super) fn copied(&self) -> TrackedConnections {
+        self.0.lock().copied.clone()
+    }
+
     /// Removes the copied entries here in a while, and returns the result for the report. Returns at once.
     pub(super) fn remove_here(&self) -> TrackedConnections {
         self.0.want(Wanted::Removal);
-        self.0.lock().copied.clone()
+        self.copied()
     }
 }
 
@@ -175,6 +183,8 @@ struct FlowSource {
     stations: Vec<net::Mac>,
     /// Addresses that are certainly the guest's.
     claimed: BTreeSet<IpAddr>,
+    /// Redirection of the guest's connections, if it moves to another network.
+    redirected: Option<RedirectedGuest>,
     sent: SentFlows,
     connection: Option<(Box<dyn MessageReceiver>, Box<dyn MessageSender>)>,
 }
@@ -235,6 +245,10 @@ impl FlowSource {
         if !is_whole {
             debug!(most = MOST_FLOWS, "the guest has more tracked connections than are copied");
         }
+        let entries = match &self.redirected {
+            Some(guest) => entries.iter().filter_map(|entry| guest.carried(entry)).collect(),
+            None => entries,
+        };
         let changes = self.sent.changes(Instant::now(), entries, &own);
         if changes.is_empty() {
             return Ok(());

@@ -1,0 +1,290 @@
+//! A guest moves to another network, behind a router, and back: its open connections go on, new ones reach it by its new
+//! address, and nothing is left on either host. Needs root.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+mod common;
+
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::process::Child;
+use std::thread;
+
+use common::{Agent, Cluster, DEADLINE, Device, GuestSpec, Load, Setup, until};
+use lab::lab::{VM_BRIDGE, VM_GATEWAY};
+use lab::{Boot, Host, Net, vm_address};
+use serde_json::{Value, json};
+
+const VM: &str = "vm1";
+/// Port of the guest that echoes.
+const SERVICE: u16 = 7000;
+/// The other network: its router, the host there, and the guest.
+const NEW_GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 94, 0, 254);
+const NEW_HOST: Ipv4Addr = Ipv4Addr::new(10, 94, 0, 2);
+const NEW: Ipv4Addr = Ipv4Addr::new(10, 94, 0, 1);
+/// The first host in the network that the guest has at first.
+const OLD_HOST: Ipv4Addr = Ipv4Addr::new(10, 92, 0, 2);
+/// More than a path holds at once, in segments of the largest size.
+const PAYLOAD: usize = 300_000;
+/// Settings of agents that soon see that no connection is left.
+const SOON: &str = "[network.redirection]\ntrusted_path = true\nleast_s = 1\nquiet_s = 1\n";
+
+/// Puts the second host behind the router, into a network of its own.
+fn separate(cluster: &Cluster) {
+    let router = &cluster.lab.router;
+    router.run(&["ip", "link", "set", "dev", "b", "nomaster"]).unwrap();
+    router.run(&["ip", "addr", "add", &format!("{NEW_GATEWAY}/24"), "dev", "b"]).unwrap();
+    let hosts = [(&cluster.lab.a, OLD_HOST, VM_GATEWAY), (&cluster.lab.b, NEW_HOST, NEW_GATEWAY)];
+    for (host, address, gateway) in hosts {
+        host.run(&["ip", "addr", "add", &format!("{address}/24"), "dev", VM_BRIDGE]).unwrap();
+        host.run(&["ip", "route", "add", "default", "via", &gateway.to_string()]).unwrap();
+        // As strict as hosts may be.
+        host.within(|| std::fs::write("/proc/sys/net/ipv4/conf/all/rp_filter", "1")).unwrap().unwrap();
+    }
+}
+
+fn cluster() -> Cluster {
+    let usual = Setup::default();
+    let extra = usual.extra.clone() + SOON;
+    let cluster = Cluster::with(&Setup { fault_harness: true, extra, ..usual });
+    separate(&cluster);
+    cluster
+}
+
+fn answering_guest(cluster: &Cluster) -> lab::Guest {
+    let load = Load { fill_mib: 32, wss_mib: 8, rate_mib_per_s: 5, ..Load::default() };
+    let mut spec = GuestSpec::tiny(VM, load);
+    spec.devices.push(Device::Net(Net::new(1)));
+    if let Boot::Tiny(load) = &mut spec.boot {
+        (load.address, load.port) = (Some(vm_address(1)), SERVICE);
+    }
+    cluster.lab.b.tap(&Net::new(1).tap).unwrap();
+    cluster.guest(&spec)
+}
+
+/// A connection of the client with the guest's service.
+struct Conversation(TcpStream);
+
+impl Conversation {
+    /// Connects by one of the guest's addresses, as soon as it serves.
+    fn with(cluster: &Cluster, address: Ipv4Addr) -> Self {
+        let to = SocketAddr::from((address, SERVICE));
+        let connect = || TcpStream::connect_timeout(&to, DEADLINE);
+        let connected = std::cell::OnceCell::new();
+        until("the guest serves", || {
+            let attempt = cluster.lab.client.within(connect).unwrap();
+            attempt.is_ok_and(|stream| connected.set(stream).is_ok())
+        });
+        let stream = connected.into_inner().unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        Self(stream)
+    }
+
+    /// Sends much to and fro at once.
+    #[track_caller]
+    fn exchange(&self) {
+        let (mut to, mut from) = (&self.0, &self.0);
+        let sent: Vec<_> = (0..PAYLOAD).map(|number| (number % 251) as u8).collect();
+        let mut answer = vec![0; PAYLOAD];
+        thread::scope(|scope| {
+            let sending = scope.spawn(|| to.write_all(&sent));
+            from.read_exact(&mut answer).unwrap();
+            sending.join().unwrap().unwrap();
+        });
+        assert!(answer == sent);
+    }
+}
+
+/// Properties of a link that are compared: not the states, which settle.
+const LINK_PROPERTIES: [&str; 7] = ["ifname", "address", "ifalias", "mtu", "master", "qdisc", "txqlen"];
+/// Settings of devices and of the whole kernel.
+const SETTINGS: &str = "grep -rs . /proc/sys/net/ipv4/conf /proc/sys/net/ipv4/neigh /proc/sys/net/ipv6/conf \
+                        /proc/sys/net/ipv6/neigh | grep -v -e mtu -e stable_secret | sort";
+
+/// Returns all that a host's kernel knows of networks, but for counters, for what it learns by itself, and for states of
+/// links that settle.
+fn network_of(host: &Host) -> String {
+    let links: Value = serde_json::from_str(&host.run(&["ip", "-json", "addr"]).unwrap()).unwrap();
+    let describe = |link: &Value| {
+        let properties = LINK_PROPERTIES.map(|name| link[name].to_string()).join(" ");
+        let addresses = link["addr_info"].as_array().unwrap().iter();
+        let addresses: Vec<_> =
+            addresses.map(|address| format!("{}/{}", address["local"], address["prefixlen"])).collect();
+        format!("{properties} {}", addresses.join(" "))
+    };
+    let mut all: Vec<_> = links.as_array().unwrap().iter().map(describe).collect();
+    for words in [
+        &["bridge", "vlan"][..],
+        &["ip", "route", "show", "table", "all"],
+        &["ip", "-6", "route", "show", "table", "all"],
+        &["ip", "-4", "rule"],
+        &["ip", "-6", "rule"],
+        &["ip", "neigh", "show", "proxy"],
+        &["ip", "neigh", "show", "nud", "permanent"],
+        &["nft", "list", "ruleset"],
+        &["sh", "-c", SETTINGS],
+    ] {
+        all.push(host.run(words).unwrap());
+    }
+    all.join("\n")
+}
+
+fn networks(cluster: &Cluster) -> [String; 2] {
+    [&cluster.lab.a, &cluster.lab.b].map(network_of)
+}
+
+/// Returns what `whimbrel net show` lists.
+fn shown(agent: &Agent) -> Value {
+    let state = agent.cli(&["net", "show"]).ok().json();
+    assert_eq!(state["unread"], Value::Null, "{state:#}");
+    state
+}
+
+fn redirections(agent: &Agent) -> Vec<Value> {
+    shown(agent)["redirections"].as_array().cloned().unwrap_or_default()
+}
+
+/// Asserts that both hosts become as before, and that no agent lists anything.
+#[track_caller]
+fn assert_as_before(cluster: &Cluster, before: &[String; 2]) {
+    until("the networks are as before", || networks(cluster) == *before);
+    for agent in [&cluster.a, &cluster.b] {
+        assert_eq!((redirections(agent), &shown(agent)["items"]), (Vec::new(), &json!([])), "{}", agent.name);
+    }
+}
+
+/// Asserts that both agents list the redirection, and take nothing of it for a remainder.
+#[track_caller]
+fn assert_listed(cluster: &Cluster, at: &str, left: &str) {
+    for agent in [&cluster.a, &cluster.b] {
+        let listed = redirections(agent);
+        assert_eq!(listed.len(), 1, "{listed:#?}");
+        let (is_at, has_left) = (&listed[0]["at"], &listed[0]["left"]);
+        assert_eq!((is_at, has_left, &listed[0]["stage"]), (&json!(at), &json!([left]), &json!("active")));
+        let items = shown(agent)["items"].as_array().unwrap().clone();
+        let of_redirection = |item: &&Value| item["standing"] == "in-use";
+        until("nothing else is left", || {
+            let items = shown(agent)["items"].as_array().unwrap().clone();
+            items.iter().all(|item| item["standing"] == "in-use")
+        });
+        assert!(items.iter().filter(of_redirection).count() > 5, "{items:#?}");
+    }
+    let text = cluster.a.text(&["net", "show"]).stdout;
+    assert!(text.contains("VXLAN") && text.contains("active"), "{text}");
+}
+
+fn codes(findings: &Value) -> Vec<&str> {
+    findings.as_array().into_iter().flatten().filter_map(|finding| finding["code"].as_str()).collect()
+}
+
+#[test]
+fn connections_go_on_in_another_network_and_back() {
+    let cluster = cluster();
+    let _guest = answering_guest(&cluster);
+    let old = Conversation::with(&cluster, vm_address(1));
+    old.exchange();
+    let before = networks(&cluster);
+
+    // An address that another station has, and one of no network there, are refused before the guest is touched.
+    for (address, code) in [(NEW_GATEWAY, "address-in-use"), (Ipv4Addr::new(10, 99, 0, 1), "address-foreign")]
+    {
+        let new = format!("{}={address}", vm_address(1));
+        let check = cluster.a.cli(&["migrate", VM, "--to", "b", "--check", "--new-address", &new]);
+        assert_ne!(check.code, 0, "{check:?}");
+        let report = check.json();
+        assert!(codes(&report["destination_findings"]).contains(&code), "{report:#}");
+    }
+    assert_as_before(&cluster, &before);
+
+    let report = cluster.migrate(VM, "a", "b", &["--new-address", &format!("{}={NEW}", vm_address(1))]);
+    let redirection = &report["redirection"];
+    assert_eq!((&redirection["tunnel"], &redirection["mtu"]), (&json!("VXLAN"), &json!(1450)), "{report:#}");
+    assert!(redirection["prepare_us"].is_u64() && redirection["switch_us"].is_u64(), "{redirection}");
+    old.exchange();
+    let new = Conversation::with(&cluster, NEW);
+    new.exchange();
+    Conversation::with(&cluster, vm_address(1)).exchange();
+    assert_listed(&cluster, "b", "a");
+    // The guest's frames take the wire: the new network does not see its card.
+    let seen = cluster.lab.b.run(&["bridge", "fdb", "show", "br", VM_BRIDGE]).unwrap();
+    assert!(!seen.contains(&Net::new(1).mac), "{seen}");
+    cluster.assert_guest_whole("b", VM);
+
+    let report = cluster.migrate(VM, "b", "a", &[]);
+    assert_eq!(report["redirection"]["addresses"][0]["new"], json!(vm_address(1)), "{report:#}");
+    let again = Conversation::with(&cluster, vm_address(1));
+    for conversation in [&old, &new, &again] {
+        conversation.exchange();
+    }
+    Conversation::with(&cluster, NEW).exchange();
+    assert_listed(&cluster, "a", "b");
+    cluster.assert_guest_whole("a", VM);
+
+    drop((old, new));
+    // Connections that the guest has closed are over for the kernel a while later: a user need not wait.
+    for agent in [&cluster.a, &cluster.b] {
+        let released = agent.cli(&["net", "release", VM]);
+        // The other host may have seen that before.
+        assert!(released.code == 0 || redirections(agent).is_empty(), "{released:?}");
+    }
+    assert_as_before(&cluster, &before);
+    again.exchange();
+    Conversation::with(&cluster, vm_address(1)).exchange();
+}
+
+/// Begins to migrate the guest, and kills the destination's QEMU when both hosts have made their ends of the tunnel.
+fn abort(cluster: &Cluster, new: &str) {
+    let faults = cluster.faults.as_ref().unwrap();
+    faults.want("source/redirection/ready");
+    let words = ["migrate", VM, "--to", "b", "--on-limit", "stop", "--new-address", new];
+    let mut migration: Child = cluster.a.begin(&words);
+    let held = faults.held(DEADLINE).unwrap();
+    for agent in [&cluster.a, &cluster.b] {
+        let listed = redirections(agent);
+        assert_eq!(listed.len(), 1, "{listed:#?}");
+        assert_eq!(listed[0]["stage"], "prepared");
+    }
+    for pid in cluster.lab.b.processes().unwrap() {
+        let program = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+        if program.to_string_lossy().contains("qemu-system") {
+            lab::kill_pid(pid).unwrap();
+        }
+    }
+    held.release();
+    assert!(!migration.wait().unwrap().success());
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+}
+
+#[test]
+fn an_abort_leaves_nothing_and_a_move_its_new_address() {
+    let cluster = cluster();
+    let _guest = answering_guest(&cluster);
+    let old = Conversation::with(&cluster, vm_address(1));
+    old.exchange();
+    let before = networks(&cluster);
+    let new_address = format!("{}={NEW}", vm_address(1));
+    abort(&cluster, &new_address);
+    assert_as_before(&cluster, &before);
+    old.exchange();
+
+    cluster.migrate(VM, "a", "b", &["--new-address", &new_address]);
+    old.exchange();
+    // Without old connections the first host has nothing more to do, and the guest keeps its new address.
+    drop(old);
+    assert_eq!(cluster.a.cli(&["net", "release", VM]).code, 0);
+    until("the first host's part is gone", || redirections(&cluster.a).is_empty());
+    until("the second host translates alone", || redirections(&cluster.b)[0]["tunnel"].is_null());
+    assert_eq!(network_of(&cluster.lab.a), before[0]);
+    let new = Conversation::with(&cluster, NEW);
+    new.exchange();
+
+    let back = format!("{0}={0}", vm_address(1));
+    cluster.migrate(VM, "b", "a", &["--new-address", &back]);
+    new.exchange();
+    Conversation::with(&cluster, vm_address(1)).exchange();
+    cluster.assert_guest_whole("a", VM);
+    drop(new);
+    assert_eq!(cluster.b.cli(&["net", "release", VM]).code, 0);
+    assert_as_before(&cluster, &before);
+}

@@ -1,0 +1,340 @@
+//! Redirection of connections for a VM that moves to another network: what the source offers, and what the destination
+//! finds when the QEMU that waits for the VM has its taps.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _, UdpSocket};
+use std::sync::Arc;
+
+use engine::handover::MigrationTerms;
+use net::announcer::Card;
+use net::netlink::Socket;
+use net::redirection::judge::{FindingWeight, RedirectionFinding};
+use net::redirection::names::free_number;
+use net::redirection::offer::{self, ArrivalSide, RedirectedMove, RedirectionOffer, WantedAddress};
+use net::redirection::{
+    AddressPair, GuestPlace, Presence, Redirection, RedirectionKeeper, RedirectionRecord, TunnelKind, survey,
+};
+use net::{Mac, addresses};
+use proto::message::{Finding, Proposal, Severity};
+use proto::{HostId, MigrationId};
+use qemu::qmp::Qmp;
+use tracee::Process;
+
+use super::reachability::reachable_cards;
+use crate::config::RedirectionConfig;
+use crate::redirections::{self, AgreedRedirection};
+use crate::{Context, SourceVm};
+use api::NewAddress;
+
+/// Returns the addresses that a VM gets without being named: those of a network to which it returns.
+pub fn returning_addresses(context: &Context, request: &api::MigrateRequest) -> Vec<NewAddress> {
+    let keeper = redirections::keeper(&context.config);
+    let here = redirections::of_vm_here(&keeper, &context.config.host, &request.vm);
+    let Ok(Some(redirection)) = here else { return Vec::new() };
+    let leg = redirection.legs.iter().find(|leg| leg.host == request.to.as_str());
+    let address = |pair: &AddressPair| NewAddress { old: pair.guest, new: pair.public, prefix: None };
+    leg.map(|leg| leg.presence.pairs.iter().map(address).collect()).unwrap_or_default()
+}
+
+/// Describes what this host has for the redirection of a VM that leaves with new addresses; the result is for its
+/// proposal. A check makes nothing.
+pub fn offer_redirection(
+    context: &Context,
+    vm: &mut SourceVm,
+    (id, to): (&MigrationId, &HostId),
+    wanted: &[NewAddress],
+    is_check: bool,
+) -> Result<Option<serde_json::Value>, Finding> {
+    let keeper = redirections::keeper(&context.config);
+    let former = redirections::of_vm_here(&keeper, &context.config.host, &id.vm)
+        .map_err(|error| impossible(&crate::chain(&error)))?;
+    if wanted.is_empty() {
+        return former.map_or(Ok(None), |former| Err(still_redirected(&former, id)));
+    }
+    let offered = try_offer(context, vm, &keeper, (id, to), wanted, former);
+    let mut offered = offered.map_err(|reason| impossible(&reason))?;
+    if !is_check && offered.facts.tunnels.contains(&TunnelKind::WireGuard) {
+        let key = keeper.new_key(offered.number).map_err(|error| impossible(&crate::chain(&error)))?;
+        offered.key = Some(key);
+    }
+    serde_json::to_value(offered).map(Some).map_err(|error| impossible(&crate::chain(&error)))
+}
+
+fn try_offer(
+    context: &Context,
+    vm: &mut SourceVm,
+    keeper: &RedirectionKeeper,
+    (id, to): (&MigrationId, &HostId),
+    wanted: &[NewAddress],
+    former: Option<Redirection>,
+) -> Result<RedirectionOffer, String> {
+    let io = |error: io::Error| crate::chain(&error);
+    let process = vm.process.try_clone().map_err(|error| crate::chain(&error))?;
+    let qmp = vm.monitor().map_err(|error| crate::chain(&error))?;
+    let cards = reachable_cards(qmp, &process)?;
+    let olds: Vec<_> = wanted.iter().map(|address| address.old).collect();
+    let known = former.as_ref().map(|former| former.card);
+    let (interface, card) = find_card(&cards, known, &olds)?;
+    let mut used = survey::numbers().map_err(io)?;
+    let records = keeper.records().map_err(|error| crate::chain(&error))?;
+    used.extend(records.iter().map(|record| record.names().0));
+    let number = free_number(&id.to_string(), &used).ok_or("too many redirections are active")?;
+    let place = match &former {
+        Some(former) => former.place.clone(),
+        None => GuestPlace {
+            host: context.config.host.to_string(),
+            interface: interface.clone(),
+            number,
+            presence: Presence {
+                lan: survey::lan(&interface).map_err(io)?,
+                station: card,
+                pairs: olds.iter().map(|old| AddressPair { guest: *old, public: *old }).collect(),
+            },
+        },
+    };
+    let address = context.config.peer(to).ok_or_else(|| format!("{to} has no address"))?;
+    let (own, other) = ends(address).map_err(|error| format!("no way to {address}: {error}"))?;
+    let facts = survey::facts(&interface, number, [own, other], &[]).map_err(io)?;
+    let wanted = wanted.iter().map(|address| WantedAddress {
+        pair: AddressPair { guest: address.old, public: address.new },
+        length: address.prefix,
+    });
+    Ok(RedirectionOffer {
+        card,
+        place,
+        wanted: wanted.collect(),
+        number,
+        old_end: own,
+        new_end: other,
+        is_trusted: context.config.redirection.trusted_path,
+        key: None,
+        facts,
+        former,
+    })
+}
+
+/// Returns the card that has these addresses, and the interface behind it.
+fn find_card(cards: &[Card], known: Option<Mac>, olds: &[IpAddr]) -> Result<(String, Mac), String> {
+    let named: Vec<_> =
+        cards.iter().filter_map(|card| Some((card.interface()?.to_owned(), card.mac))).collect();
+    if let Some(known) = known {
+        let found = named.into_iter().find(|(_, mac)| *mac == known);
+        return found.ok_or_else(|| format!("the VM has no card {known} with a tap any more"));
+    }
+    if let [only] = &named[..] {
+        return Ok(only.clone());
+    }
+    let has_all = |mac: Mac| -> io::Result<bool> {
+        let seen = addresses::neighbours(&Socket::route()?, &[mac])?;
+        Ok(olds.iter().all(|old| seen.contains(old)))
+    };
+    let mut found = Vec::new();
+    for (interface, mac) in named {
+        if has_all(mac).map_err(|error| crate::chain(&error))? {
+            found.push((interface, mac));
+        }
+    }
+    match found.pop() {
+        Some(one) if found.is_empty() => Ok(one),
+        _ => {
+            Err("it is not known which of its cards has these addresses: let this host reach the VM by them \
+                  (`ping`) before, and name addresses of one card"
+                .to_owned())
+        }
+    }
+}
+
+/// Returns the addresses by which this host reaches another one, its own first.
+fn ends(address: &str) -> io::Result<(IpAddr, IpAddr)> {
+    let other = address.to_socket_addrs()?.next().ok_or(io::ErrorKind::NotFound)?;
+    let any: IpAddr =
+        if other.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    // No packet is sent for that.
+    let socket = UdpSocket::bind(SocketAddr::new(any, 0))?;
+    socket.connect(other)?;
+    Ok((socket.local_addr()?.ip(), other.ip()))
+}
+
+/// Redirection that a source offers.
+pub(super) struct ExpectedRedirection {
+    offer: RedirectionOffer,
+    migration: MigrationId,
+    host: HostId,
+    config: RedirectionConfig,
+    keeper: RedirectionKeeper,
+    is_check: bool,
+    agreed: AgreedRedirection,
+}
+
+impl ExpectedRedirection {
+    /// Returns the redirection of a proposal, if it has one. Its facts are those of the QEMU that is started later.
+    pub(super) fn of(
+        context: &Context,
+        terms: &MigrationTerms,
+        proposal: &Proposal,
+    ) -> Result<Option<Self>, Finding> {
+        let Some(offered) = proposal.redirection.clone() else { return Ok(None) };
+        let offer: Result<RedirectionOffer, _> = serde_json::from_value(offered);
+        let offer = offer.map_err(|error| unreadable(&crate::chain(&error)))?;
+        if !offer.is_valid(terms.source.as_str()) {
+            return Err(unreadable("it is not one of the source"));
+        }
+        Ok(Some(Self {
+            offer,
+            migration: terms.migration.clone(),
+            host: context.config.host.clone(),
+            config: context.config.redirection.clone(),
+            keeper: redirections::keeper(&context.config),
+            is_check: proposal.check_only,
+            agreed: AgreedRedirection::default(),
+        }))
+    }
+
+    /// Returns where the redirection is found after [`look`](Self::look).
+    pub(super) fn agreed(&self) -> AgreedRedirection {
+        Arc::clone(&self.agreed)
+    }
+
+    /// Looks at the network of the waiting QEMU's tap, and computes the redirection.
+    pub(super) fn look(&self, qmp: &mut Qmp, pid: u32) -> Vec<Finding> {
+        self.try_look(qmp, pid).unwrap_or_else(|reason| vec![impossible(&reason)])
+    }
+
+    fn try_look(&self, qmp: &mut Qmp, pid: u32) -> Result<Vec<Finding>, String> {
+        let io = |error: io::Error| crate::chain(&error);
+        let process = Process::open(pid).map_err(|error| crate::chain(&error))?;
+        let cards = reachable_cards(qmp, &process)?;
+        let card = cards.iter().find(|card| card.mac == self.offer.card);
+        let interface = card.and_then(Card::interface);
+        let interface =
+            interface.ok_or_else(|| format!("the VM has no tap for card {} here", self.offer.card))?;
+        let records = self.keeper.records().map_err(|error| crate::chain(&error))?;
+        let asked = self.unserved(&records);
+        let ends = [self.offer.new_end, self.offer.old_end];
+        let mut facts = survey::facts(interface, self.offer.number, ends, &asked).map_err(io)?;
+        facts.numbers.extend(records.iter().map(|record| record.names().0));
+        let migration = self.migration.to_string();
+        let side = ArrivalSide {
+            host: self.host.as_str(),
+            interface,
+            lan: survey::lan(interface).map_err(io)?,
+            facts: &facts,
+            is_trusted: self.config.trusted_path,
+            port: self.config.port,
+            records: &records,
+        };
+        let of = RedirectedMove { migration: &migration, epoch: self.migration.epoch.0 };
+        let (redirection, found) = offer::agree(&self.offer, of, &side);
+        let is_possible = found.iter().all(|found| found.weight != FindingWeight::Blocker);
+        let mut findings: Vec<_> = found.into_iter().map(finding).collect();
+        if let Some(redirection) = redirection.filter(|_| is_possible) {
+            findings.push(redirected(&redirection));
+            let redirection = if self.is_check { redirection } else { self.with_keys(redirection)? };
+            self.agreed.get_or_init(|| redirection);
+        }
+        Ok(findings)
+    }
+
+    /// Returns the new addresses for which no station of this VM's own answers here: one does where it was before.
+    fn unserved(&self, records: &[RedirectionRecord]) -> Vec<IpAddr> {
+        let own = records.iter().filter(|record| record.redirection.guest() == self.migration.vm.as_str());
+        let own = own.filter_map(|record| record.plan.announced.as_ref());
+        let served: Vec<_> = own.flat_map(|(_, _, addresses)| addresses.iter().copied()).collect();
+        let wanted = self.offer.wanted.iter().map(|wanted| wanted.pair.public);
+        wanted.filter(|address| !served.contains(address)).collect()
+    }
+
+    fn with_keys(&self, redirection: Redirection) -> Result<Redirection, String> {
+        if !offer::needs_keys(&redirection) {
+            return Ok(redirection);
+        }
+        let theirs = self.offer.key.ok_or("the source has no key for the tunnel")?;
+        let ours = self.keeper.new_key(self.offer.number).map_err(|error| crate::chain(&error))?;
+        Ok(offer::with_keys(redirection, theirs, ours))
+    }
+}
+
+fn finding(found: RedirectionFinding) -> Finding {
+    let severity = match found.weight {
+        FindingWeight::Blocker => Severity::Blocker,
+        FindingWeight::Warning => Severity::Warning,
+    };
+    Finding { severity, code: found.code.to_owned(), what: found.text, advice: found.remedy }
+}
+
+/// Says what will happen to the VM's connections.
+fn redirected(redirection: &Redirection) -> Finding {
+    let pairs = redirection.place.presence.pairs.iter();
+    let pairs: Vec<_> = pairs.map(|pair| format!("{} at {}", pair.guest, pair.public)).collect();
+    let tunnel = redirection.legs.first().map(|leg| &leg.tunnel);
+    let by = tunnel.map_or_else(String::new, |tunnel| {
+        format!(" through a tunnel ({}, {} bytes)", tunnel.kind, tunnel.mtu)
+    });
+    Finding {
+        severity: Severity::Info,
+        code: "connections-redirected".to_owned(),
+        what: format!(
+            "open connections go on{by}; new ones reach {} on {}",
+            pairs.join(", "),
+            redirection.place.host
+        ),
+        advice: "nothing to do".to_owned(),
+    }
+}
+
+fn still_redirected(former: &Redirection, id: &MigrationId) -> Finding {
+    Finding {
+        severity: Severity::Blocker,
+        code: "redirection-active".to_owned(),
+        what: format!(
+            "connections of {} are redirected since {}, and the destination is not where it was before",
+            id.vm, former.migration
+        ),
+        advice: format!(
+            "name its addresses at the destination with --new-address, or end these connections with `whimbrel net \
+             release {}`",
+            id.vm
+        ),
+    }
+}
+
+fn impossible(reason: &str) -> Finding {
+    Finding {
+        severity: Severity::Blocker,
+        code: "redirection-impossible".to_owned(),
+        what: format!("the VM's connections cannot be redirected: {reason}"),
+        advice: "see docs/operations/wan.md, or move without --new-address: open connections end then"
+            .to_owned(),
+    }
+}
+
+fn unreadable(reason: &str) -> Finding {
+    Finding {
+        severity: Severity::Blocker,
+        code: "agents-incompatible".to_owned(),
+        what: format!("the offer of a redirection cannot be read: {reason}"),
+        advice: "use the same version of whimbrel on both hosts".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_card_of_the_addresses_is_found() {
+        let mac = |number: u8| Mac([0x52, 0x54, 0, 0, 0, number]);
+        let card = |number| Card { mac: mac(number), taps: Vec::new() };
+        let old = "192.0.2.5".parse().unwrap();
+        let error = find_card(&[card(1)], Some(mac(1)), &[old]).unwrap_err();
+        assert!(error.contains("no card 52:54:00:00:00:01 with a tap"), "{error}");
+        assert!(find_card(&[], None, &[old]).unwrap_err().contains("which of its cards"));
+    }
+
+    #[test]
+    fn a_host_knows_its_own_end_of_the_way() {
+        let (own, other) = ends("127.0.0.1:7740").unwrap();
+        assert!(own.is_loopback() && other.is_loopback());
+        assert!(ends("no address").is_err());
+    }
+}

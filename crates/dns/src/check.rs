@@ -137,15 +137,11 @@ impl Checker<'_> {
         update.conditions = vec![Update::impossible(&change.zone)];
         match client.update(&update) {
             Ok(_) => {
-                let low_s = survey.ttl_s.min(change.lowered_ttl_s);
                 self.find(
                     Severity::Info,
                     "dns-ready",
                     format!("{change} can be changed at {}", zone.primary),
-                    format!(
-                        "its TTL of {} s becomes {low_s} s; caches may have the old one for {} s after that",
-                        survey.ttl_s, survey.ttl_s
-                    ),
+                    ttl_advice(survey.ttl_s, change.lowered_ttl_s),
                 );
                 Ok(())
             }
@@ -269,4 +265,17 @@ impl Checker<'_> {
             }
         }
     }
+}
+
+/// Returns what happens to the TTL of a record, and to caches.
+fn ttl_advice(ttl_s: u32, lowered_ttl_s: u32) -> String {
+    if ttl_s <= lowered_ttl_s {
+        return format!(
+            "its TTL of {ttl_s} s stays; if an earlier move has lowered it, wait until `whimbrel net show` on the host \
+             that the VM left does not list the name any longer"
+        );
+    }
+    format!(
+        "its TTL of {ttl_s} s becomes {lowered_ttl_s} s; caches may have the old one for {ttl_s} s after that"
+    )
 }

@@ -18,17 +18,33 @@ use crate::tsig::Algorithm;
 const PORT: u16 = 53;
 /// Longest TTL that is of use while a VM moves, in seconds.
 const LONGEST_LOWERED_TTL_S: u32 = 3600;
+/// Usual longest time for which TTLs stay low after a move, in seconds.
+const RESTORE_AFTER_S: u64 = 3600;
 
 /// Table `[dns]` of the configuration.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DnsConfig {
     /// Severity of what the pre-flight check finds.
     pub check: CheckMode,
+    /// Longest time for which TTLs stay low after a VM has moved, in seconds. They get back what they were earlier if
+    /// nothing uses its old addresses any longer.
+    pub restore_after_s: u64,
     /// Zones that may be changed.
     pub zones: Vec<ZoneConfig>,
     /// Names of each VM, by the VM's name.
     pub vms: BTreeMap<String, VmNames>,
+}
+
+impl Default for DnsConfig {
+    fn default() -> Self {
+        Self {
+            check: CheckMode::default(),
+            restore_after_s: RESTORE_AFTER_S,
+            zones: Vec::new(),
+            vms: BTreeMap::new(),
+        }
+    }
 }
 
 /// Severity of what the pre-flight check finds.

@@ -81,6 +81,15 @@ impl Data {
         }
     }
 
+    /// Returns the address, if the record is one.
+    pub fn to_address(&self) -> Option<IpAddr> {
+        match self {
+            Self::A(address) => Some(IpAddr::V4(*address)),
+            Self::Aaaa(address) => Some(IpAddr::V6(*address)),
+            Self::Srv(_) | Self::Ptr(_) => None,
+        }
+    }
+
     /// Returns the type of the record.
     pub fn kind(&self) -> RecordType {
         match self {

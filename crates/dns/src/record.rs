@@ -4,14 +4,18 @@
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
+use std::net::IpAddr;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::change::{Change, ChangeState, Goal};
+use crate::data::Data;
+use crate::failure::Failure;
 
 /// Version of the file's format.
 const FORMAT: u32 = 1;
@@ -57,6 +61,35 @@ impl ChangeJournal {
     /// Returns the changes that have not reached the goal at all servers.
     pub fn unfinished(&self) -> impl Iterator<Item = &Change> {
         self.changes.iter().filter(|change| !change.is_complete(self.goal))
+    }
+
+    /// Returns true if each change that has not reached the goal where updates are accepted is another hand's now, or in
+    /// a zone that the configuration does not have any longer: no further attempt is likely to make it.
+    pub fn is_left_alone(&self) -> bool {
+        let mut missing = self.changes.iter().filter(|change| !change.is_reached(self.goal));
+        missing.all(|change| match &change.state {
+            ChangeState::Conflict { .. } => true,
+            ChangeState::Failed { failure } => matches!(failure, Failure::NotConfigured { .. }),
+            ChangeState::Pending | ChangeState::NotNeeded | ChangeState::Reached { .. } => false,
+        })
+    }
+
+    /// Returns true if each change has reached the goal, or was tried and could not.
+    pub fn is_tried(&self) -> bool {
+        self.unfinished().all(|change| match &change.state {
+            ChangeState::Reached { goal, .. } => *goal == self.goal,
+            ChangeState::Pending => false,
+            ChangeState::NotNeeded | ChangeState::Conflict { .. } | ChangeState::Failed { .. } => true,
+        })
+    }
+
+    /// Returns the addresses that names had at the source, and do not have at the destination.
+    pub fn old_addresses(&self) -> BTreeSet<IpAddr> {
+        let addresses = |records: fn(&Change) -> BTreeSet<Data>| -> BTreeSet<IpAddr> {
+            let records = self.made().flat_map(records);
+            records.filter_map(|data| data.to_address()).collect()
+        };
+        &addresses(Change::before) - &addresses(Change::after)
     }
 
     /// Returns the changes without those that are not needed.

@@ -127,6 +127,11 @@ impl Updater {
         let _ = self.commands.send(Command::Pursue(goal));
     }
 
+    /// Returns the goal that was asked for last.
+    pub fn goal(&self) -> Goal {
+        self.shared.lock().wanted
+    }
+
     /// Returns how far all changes are. The goal of this record may still be an older one.
     pub fn record(&self) -> ChangeJournal {
         self.shared.lock().record.clone()

@@ -40,6 +40,11 @@ impl Zones {
         Self { configs: configs.to_vec(), keys }
     }
 
+    /// Returns the zones whose keys cannot be used, each with the reason and its remedy.
+    pub fn unusable(&self) -> impl Iterator<Item = (&Name, &str)> {
+        self.keys.iter().filter_map(|(name, key)| Some((name, key.as_ref().err()?.as_str())))
+    }
+
     /// Returns the configuration.
     pub fn configs(&self) -> &[ZoneConfig] {
         &self.configs

@@ -23,6 +23,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+use dns::{DnsConfig, Zones};
 use engine::pre_copy::Sampling;
 use net::redirection::teardown::TeardownLimits;
 use proto::HostId;
@@ -73,6 +74,8 @@ pub struct Config {
     pub pool: Option<Pool>,
     /// Images, or directories of them, that disks of arriving VMs may have content in common with.
     pub templates: Vec<PathBuf>,
+    /// Zones of DNS, and the names of VMs there, which change when a VM moves to another network.
+    pub dns: DnsConfig,
     /// Options of migrations from here, unless a request overrides them.
     pub migration: MigrationSettings,
     /// Fine adjustment of migrations from here.
@@ -369,6 +372,14 @@ impl Config {
                 file: file.to_owned(),
                 source,
             })?;
+        }
+        if let Some((zone, reason)) = Zones::load(&self.dns.zones).unusable().next() {
+            return Err(ConfigError::Invalid {
+                path: path.to_owned(),
+                line: locator.line_of(&["dns", "zones"]),
+                key: "dns.zones".to_owned(),
+                what: format!("{zone}: {reason}"),
+            });
         }
         Ok(())
     }

@@ -2,6 +2,7 @@ use super::*;
 
 const TEXT: &str = r#"
     check = "warn"
+    restore_after_s = 60
 
     [[zones]]
     zone = "example.org"
@@ -35,7 +36,9 @@ fn config(text: &str) -> DnsConfig {
 fn a_configuration_is_read() {
     let config = config(TEXT);
     assert_eq!(config.check(), Ok(()));
-    assert_eq!(config.check, CheckMode::Warn);
+    assert_eq!((config.check, config.restore_after_s), (CheckMode::Warn, 60));
+    let usual = DnsConfig::default();
+    assert_eq!((usual.check, usual.restore_after_s), (CheckMode::Require, 3600));
     let [one, other] = &config.zones[..] else { panic!("{:?}", config.zones) };
     assert_eq!((one.lowered_ttl_s, one.new_ttl_s, one.algorithm), (5, 300, Algorithm::HmacSha256));
     assert_eq!((other.lowered_ttl_s, other.new_ttl_s, other.algorithm), (1, 60, Algorithm::HmacSha512));

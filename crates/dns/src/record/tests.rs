@@ -1,7 +1,7 @@
 use std::os::unix::fs::PermissionsExt as _;
 
 use super::*;
-use crate::change::{Lag, LagReason, Replacement, Survey};
+use crate::change::{Lag, LagReason, Observed, Replacement, Survey};
 use crate::data::{Data, RecordType};
 
 fn change(state: ChangeState) -> Change {
@@ -87,4 +87,39 @@ fn caches_keep_what_they_read_for_its_ttl() {
     assert_eq!(times(Some(1000), Some(1100)), (Some(1300), Some(1300)), "read right before it was lowered");
     assert_eq!(times(Some(1000), Some(2000)), (Some(1300), Some(2005)), "read right before it was changed");
     assert_eq!(times(None, Some(2000)), (None, Some(2300)), "never lowered");
+}
+
+#[test]
+fn what_no_attempt_can_change_is_told_apart() {
+    let judge = |states: Vec<ChangeState>| {
+        let mut record = ChangeJournal::new(states.into_iter().map(change).collect());
+        record.goal = Goal::Restored;
+        (record.is_left_alone(), record.is_tried())
+    };
+    let failed = |failure| ChangeState::Failed { failure };
+    let conflict = || ChangeState::Conflict { found: Observed::default() };
+    let lagging = reached(Goal::Restored, vec![lag()]);
+    let no_zone = failed(Failure::NotConfigured { zone: "example.org".parse().unwrap() });
+    assert_eq!(judge(vec![]), (true, true));
+    assert_eq!(judge(vec![lagging, conflict(), no_zone]), (true, true));
+    assert_eq!(judge(vec![conflict(), failed(Failure::Unsettled)]), (false, true));
+    assert_eq!(judge(vec![conflict(), ChangeState::Pending]), (false, false));
+    assert_eq!(judge(vec![reached(Goal::Switched, vec![])]), (false, false));
+}
+
+#[test]
+fn old_addresses_are_those_that_no_name_keeps() {
+    let address = |text: &str| Some(Data::address(text.parse().unwrap()));
+    let mut moved = change(ChangeState::Pending);
+    moved.replacements = vec![
+        Replacement { before: address("192.0.2.10"), after: address("198.51.100.7") },
+        Replacement { before: address("192.0.2.11"), after: address("192.0.2.12") },
+    ];
+    let mut other = moved.clone();
+    other.replacements = vec![Replacement { before: address("192.0.2.12"), after: address("192.0.2.11") }];
+    let mut missing = moved.clone();
+    missing.state = ChangeState::NotNeeded;
+    missing.replacements = vec![Replacement { before: address("192.0.2.13"), after: None }];
+    let record = ChangeJournal::new(vec![moved, other, missing]);
+    assert_eq!(record.old_addresses(), ["192.0.2.10".parse().unwrap()].into());
 }

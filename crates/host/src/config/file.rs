@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use api::MigrationSettings;
 use block::volume::VolumeGroup;
+use dns::{DnsConfig, DnsConfigError};
 use proto::HostId;
 use serde::Deserialize;
 
@@ -41,6 +42,8 @@ struct ConfigFile {
     network: Network,
     #[serde(default)]
     disks: Disks,
+    #[serde(default)]
+    dns: DnsConfig,
     #[serde(default)]
     migration: MigrationSettings,
     #[serde(default)]
@@ -206,6 +209,7 @@ impl Checks<'_> {
             disks_shared: self.disks_shared(file.disks.shared)?,
             pool: file.disks.pool.map(|pool| self.pool(pool)).transpose()?,
             templates: file.disks.templates.into_iter().map(|path| self.absolute(path)).collect(),
+            dns: self.dns(file.dns)?,
             migration: file.migration,
             tuning: file.tuning,
             timeouts: file.timeouts,
@@ -378,6 +382,22 @@ impl Checks<'_> {
             return wrong("longest_s", "must be at least `least_s`, and not 0");
         }
         Ok(config)
+    }
+
+    fn dns(&self, mut dns: DnsConfig) -> Result<DnsConfig, ConfigError> {
+        dns.check().map_err(|error| {
+            let key: &[&str] = match &error {
+                DnsConfigError::NoZone { vm, .. } => &["dns", "vms", vm],
+                DnsConfigError::NoServer(_)
+                | DnsConfigError::SameZone(_)
+                | DnsConfigError::LoweredTtl { .. } => &["dns", "zones"],
+            };
+            self.wrong(key, error.to_string())
+        })?;
+        for zone in &mut dns.zones {
+            zone.key_file = self.absolute(std::mem::take(&mut zone.key_file));
+        }
+        Ok(dns)
     }
 
     fn tuning(&self, tuning: &Tuning) -> Result<(), ConfigError> {

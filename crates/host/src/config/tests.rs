@@ -1,3 +1,5 @@
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use super::*;
@@ -58,6 +60,12 @@ fn the_example_is_right_and_shows_the_defaults() {
     let storage = Storage::Directory { path, format: PoolFormat::Same };
     assert_eq!(all.pool.take(), Some(Pool { storage, keep_free_percent: 0 }));
     assert_eq!(all.templates.len(), 1);
+    let dns = std::mem::take(&mut all.dns);
+    assert_eq!(dns.zones[0].key_file, Path::new("/etc/whimbrel/dns-example.key"), "relative to the file");
+    let (zone, vm) = (&dns.zones[0], &dns.vms["web1"]);
+    assert_eq!((zone.lowered_ttl_s, zone.new_ttl_s, vm.names.len(), vm.services.len()), (5, 300, 1, 1));
+    let DnsConfig { check, restore_after_s, .. } = DnsConfig::default();
+    assert_eq!((dns.check, dns.restore_after_s), (check, restore_after_s));
     assert!(all.fault_socket.is_some());
     all.templates.clear();
     all.disks_shared.clear();
@@ -244,6 +252,24 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         "address",
     ),
     (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[dns.vms.web]\nnames = [\"web.example.org\"]",
+        4,
+        "dns.vms.web",
+        "add [[dns.zones]]",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[[dns.zones]]\nzone = \"example.org\"\nservers = []\nkey_name = \"k\"\nkey_file = \"k\"",
+        4,
+        "dns.zones",
+        "has no server",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[dns]\nchekc = \"warn\"",
+        5,
+        "dns.chekc",
+        "unknown field",
+    ),
+    (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\nlisten = \"127.0.0.1:2\"",
         4,
         "",
@@ -298,4 +324,24 @@ fn missing_files_are_named() {
         std::fs::write(folder.path().join(missing), "").unwrap();
     }
     config.check_files(&path).unwrap();
+}
+
+#[test]
+fn a_key_that_others_can_read_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, key) = (folder.path().join("agent.toml"), folder.path().join("dns.key"));
+    let text = "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\nqemu.binaries = [\"/dev/null\"]\n\
+                [[dns.zones]]\nzone = \"example.org\"\nservers = [\"192.0.2.53\"]\nkey_name = \"k\"\nkey_file = \"dns.key\"";
+    std::fs::write(&path, text).unwrap();
+    std::fs::write(&key, "AAECAwQFBgcICQoLDA0ODw==").unwrap();
+    let set_mode = |mode| std::fs::set_permissions(&key, Permissions::from_mode(mode)).unwrap();
+    let config = Config::load(&path).unwrap();
+    set_mode(0o644);
+    let error = config.check_files(&path).unwrap_err().to_string();
+    assert!(error.contains("line 5, key `dns.zones`: example.org: the key file"), "{error}");
+    assert!(error.contains("chmod 600"), "{error}");
+    set_mode(0o600);
+    config.check_files(&path).unwrap();
+    std::fs::remove_file(&key).unwrap();
+    assert!(config.check_files(&path).unwrap_err().to_string().contains("dns.key"));
 }

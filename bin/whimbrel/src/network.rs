@@ -1,6 +1,6 @@
-//! Items of migrations in the kernel of this host.
+//! Items of migrations in the kernel of this host, and names that its agent has to change.
 
-use api::{Client, MigrationId, NetworkItem, NetworkState, StandingRedirection, VmName};
+use api::{Client, MigrationId, NetworkItem, NetworkState, OpenNames, StandingRedirection, VmName};
 
 use crate::Code;
 use crate::failure::Failure;
@@ -42,6 +42,9 @@ fn text(state: &NetworkState) -> String {
             text.line(format_args!("{}: {advice}", item.name));
         }
     }
+    if !state.names.is_empty() {
+        text.append(&table(["MIGRATION", "NAME", "STANDING"], state.names.iter().flat_map(name_rows)));
+    }
     for unread in &state.unread {
         text.line(format_args!("{unread}"));
     }
@@ -71,6 +74,13 @@ fn row(item: &NetworkItem) -> [String; 6] {
         item.interfaces.join(" "),
         item.standing.name().to_owned(),
     ]
+}
+
+fn name_rows(open: &OpenNames) -> impl Iterator<Item = [String; 3]> {
+    let row = move |record: &api::NameRecord| {
+        [open.migration.to_string(), record.to_string(), record.detail.clone()]
+    };
+    open.changes.records.iter().map(row)
 }
 
 /// Formats an age in its largest unit.

@@ -6,6 +6,7 @@ mod control;
 mod decisions;
 mod drive;
 mod driver_slot;
+mod names;
 mod receive;
 mod recovery;
 mod status;
@@ -29,6 +30,7 @@ pub use host::HelperProgram;
 use host::config::{AgentRole, Config, Security};
 use host::fault::Faults;
 use host::names::NameLocks;
+use host::names_keeper::NamesKeeper;
 use host::redirections::RedirectionReaper;
 use host::templates::Templates;
 use migrate::{destination, source};
@@ -62,6 +64,9 @@ pub enum StartError {
     /// The thread for redirections cannot be started.
     #[error("cannot start a thread for redirections")]
     Redirections(#[source] std::io::Error),
+    /// The thread for names cannot be started.
+    #[error("cannot start a thread for names of VMs")]
+    Names(#[source] std::io::Error),
     /// The host's boot id cannot be read.
     #[error("cannot read /proc/sys/kernel/random/boot_id")]
     BootId(#[source] std::io::Error),
@@ -101,7 +106,7 @@ impl Agent {
             router,
             arrivals: Arc::default(),
             names: NameLocks::default(),
-            starts: RwLock::default(),
+            names_keeper: NamesKeeper::load(&config),
             emulators: EmulatorCache::default(),
             fixed_costs: Mutex::default(),
             templates: Templates::start(
@@ -122,6 +127,7 @@ impl Agent {
         host::redirections::restore(&daemon.context);
         daemon.resume_migrations()?;
         end_unused_redirections(&daemon.context).map_err(StartError::Redirections)?;
+        names::keep(&daemon.context).map_err(StartError::Names)?;
         let peers = Arc::clone(&daemon);
         let address = listener.address();
         let serving = listener.serve(move |arrival| peers.arrival(arrival))?;

@@ -32,6 +32,7 @@
 mod choices;
 mod client;
 mod control;
+mod names;
 mod network_state;
 mod new_address;
 mod options;
@@ -47,6 +48,7 @@ pub use choices::*;
 pub use client::{Client, ClientError, Lines, MigrationSelector};
 pub use control::Control;
 pub use engine::handover::Role;
+pub use names::*;
 pub use network_state::*;
 pub use new_address::{BadNewAddress, NewAddress};
 pub use options::{InvalidOption, MigrationOptions, MigrationSettings};

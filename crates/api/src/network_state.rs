@@ -3,9 +3,10 @@
 use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
+use crate::names::OpenNames;
 use crate::new_address::NewAddress;
 
-/// Items of migrations in the kernel of a host, beside the interfaces of the VMs.
+/// Items of migrations in the kernel of a host, beside the interfaces of the VMs, and names that its agent has to change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetworkState {
     /// Redirections of connections of VMs that have moved to another network.
@@ -16,6 +17,9 @@ pub struct NetworkState {
     /// Parts of the kernel that cannot be read, each with the reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unread: Vec<String>,
+    /// Names in DNS that the agent still has to change, or to give their TTL back, by migration.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub names: Vec<OpenNames>,
 }
 
 /// A redirection of which this host has a part.

@@ -16,6 +16,7 @@ use proto::message::{CardFrames, Finding, RamBlock};
 use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
+use crate::names::NameChanges;
 use crate::options::MigrationSettings;
 
 pub use connections::{RedirectedConnections, TrackedConnections};
@@ -99,6 +100,9 @@ pub struct Report {
     /// Redirection of the guest's connections; absent unless it moved to another network.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub redirection: Option<RedirectedConnections>,
+    /// Changes of the VM's names in DNS; absent if none change.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub names: Option<NameChanges>,
     /// Bytes on the wire from source to destination, all connections.
     pub sent_bytes: u64,
     /// Bytes on the wire from destination to source, all connections.
@@ -425,6 +429,7 @@ impl Report {
             network: Vec::new(),
             connections: None,
             redirection: None,
+            names: None,
             waiting: None,
             rounds: Vec::new(),
             traces: Traces::default(),

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 /// Resources that a VM will use on this host.
 #[derive(Clone, Debug, Default)]
@@ -43,6 +43,9 @@ struct Reservation {
 #[derive(Debug, Default)]
 pub struct Reservations {
     reservations: Mutex<ReservationTable>,
+    /// Held for writing while a trial QEMU is started, which uses resources that an arriving VM may need at the same
+    /// time.
+    pub starts: RwLock<()>,
 }
 
 #[derive(Debug, Default)]

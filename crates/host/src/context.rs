@@ -1,7 +1,7 @@
 //! State that all parts of an agent share.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use engine::pre_copy::CostHistory;
 use link::transport::Transport;
@@ -14,6 +14,7 @@ use crate::config::Config;
 use crate::emulators::EmulatorCache;
 use crate::fault::Faults;
 use crate::names::NameLocks;
+use crate::names_keeper::NamesKeeper;
 use crate::templates::Templates;
 use store::journal::Journal;
 use store::registry::Registry;
@@ -38,13 +39,12 @@ pub struct Context {
     pub faults: Faults,
     /// Content of `/proc/sys/kernel/random/boot_id`.
     pub boot_id: String,
-    /// Memory reserved for arriving VMs.
+    /// Memory reserved for arriving VMs, and starts of QEMUs for them.
     pub arrivals: Arc<Reservations>,
-    /// Held for writing while a trial QEMU is started, which uses resources that an arriving VM may need at the same
-    /// time.
-    pub starts: RwLock<()>,
     /// Names of VMs that are locked by one operation.
     pub names: NameLocks,
+    /// Names of VMs that move to another network.
+    pub names_keeper: NamesKeeper,
     /// Cached capabilities of this host's QEMU binaries.
     pub emulators: EmulatorCache,
     /// Templates of this host.

@@ -16,6 +16,7 @@ pub mod left_images;
 mod logs;
 pub mod missing_pages_record;
 pub mod names;
+pub mod names_keeper;
 pub mod network_cards;
 pub mod network_items;
 pub mod ownership;

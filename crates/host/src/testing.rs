@@ -31,6 +31,7 @@ use crate::HelperProgram;
 use crate::config::Config;
 use crate::fault::Faults;
 use crate::names::NameLocks;
+use crate::names_keeper::NamesKeeper;
 use crate::templates::Templates;
 use store::journal::{Journal, NewMigration, State, VmRecord};
 use store::registry::Registry;
@@ -139,7 +140,7 @@ impl World {
             boot_id: "this boot".to_owned(),
             arrivals: Arc::default(),
             names: NameLocks::default(),
-            starts: std::sync::RwLock::default(),
+            names_keeper: NamesKeeper::load(&config),
             emulators: EmulatorCache::default(),
             fixed_costs: Mutex::default(),
             templates: Arc::new(

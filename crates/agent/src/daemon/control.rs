@@ -154,13 +154,15 @@ impl Control for UserApi {
 
     fn report(&self, id: &MigrationId) -> Result<Report, Problem> {
         let live = self.drivers().get(id).and_then(|driven| driven.controls.clone());
-        if let Some(controls) = live {
-            return Ok(controls.report(|report| report.clone()));
-        }
-        self.context.journal.report(id).map_err(|error| internal(&error))?.ok_or_else(|| {
-            let advice = "the source of a migration writes the report; ask there";
-            Problem::new(ProblemKind::NotFound, format!("this host has no report of {id}"), advice)
-        })
+        let mut report = match live {
+            Some(controls) => controls.report(|report| report.clone()),
+            None => self.context.journal.report(id).map_err(|error| internal(&error))?.ok_or_else(|| {
+                let advice = "the source of a migration writes the report; ask there";
+                Problem::new(ProblemKind::NotFound, format!("this host has no report of {id}"), advice)
+            })?,
+        };
+        self.context.names_keeper.put_into(&mut report);
+        Ok(report)
     }
 
     fn cancel(&self, id: &MigrationId) -> Result<CancelOutcome, Problem> {
@@ -237,7 +239,9 @@ impl Control for UserApi {
     }
 
     fn network(&self) -> Result<NetworkState, Problem> {
-        network_items::list(&self.context).map_err(|error| internal(&error))
+        let mut state = network_items::list(&self.context).map_err(|error| internal(&error))?;
+        state.names = self.context.names_keeper.open();
+        Ok(state)
     }
 
     fn release_network(&self, vm: &VmName, all: bool) -> Result<Vec<MigrationId>, Problem> {

@@ -55,7 +55,7 @@ impl Daemon {
         let qemu_version = Some(considered.qemu_version.clone());
         let copied = considered.copied.iter().map(PlannedDisk::copied_disk).collect();
         let post_copy = considered.proposal.post_copy;
-        let exclusive = context.starts.write().unwrap_or_else(PoisonError::into_inner);
+        let exclusive = context.arrivals.starts.write().unwrap_or_else(PoisonError::into_inner);
         let began = Instant::now();
         let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
         let tried = preflight::Trial::prepare(context, considered).and_then(|trial| trial.run(patience));
@@ -281,6 +281,8 @@ impl Arrival {
     ) -> Result<StartedQemu, ArrivalError> {
         let (context, migration) = (&self.context, &self.migration);
         driver.check(plan)?;
+        // Before the source looks at the VM's names, which are to be changed from there now.
+        context.names_keeper.settle(&migration.vm);
         artifacts.make_directory()?;
         artifacts.keep(context, migration, Durability::Synced)?;
         let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
@@ -288,7 +290,7 @@ impl Arrival {
         let look = |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.check_started(qmp, blocks, pid);
         let ram = &driver.proposal().ram;
         // A trial may use the port that this VM needs.
-        let no_trial = context.starts.read().unwrap_or_else(PoisonError::into_inner);
+        let no_trial = context.arrivals.starts.read().unwrap_or_else(PoisonError::into_inner);
         let (mut vm, findings) = ArrivingVm::start(artifacts.clone(), &self.launch, ram, patience, look)?;
         drop(no_trial);
         if let Err(error) = vm.artifacts.keep(context, migration, Durability::Synced) {

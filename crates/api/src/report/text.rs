@@ -120,6 +120,9 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         writeln!(out, "  network     {interface}: first frame in after {first_in}, out after {first_out}")?;
     }
     connections::write(report, out)?;
+    for record in report.names.iter().flat_map(|names| &names.records) {
+        writeln!(out, "  name        {record}: {}", record.detail)?;
+    }
     writeln!(
         out,
         "  agents' CPU {} → {}",

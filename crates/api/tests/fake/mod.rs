@@ -15,9 +15,10 @@ use crate::api::report::{Downtime, Measured, Outcome, Report, Round};
 use crate::api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Control, Epoch,
     Finding, Forgotten, HostId, KernelFeature, LeftImage, Limits, MigrateRequest, MigrationId,
-    MigrationSettings, MigrationStatus, NetworkItem, NetworkItemKind, NetworkItemStanding, NetworkState,
-    Problem, ProblemKind, RecoverAction, RecoverReport, RecoverRequest, RedirectionStage, Role, RunRequest,
-    Severity, StandingRedirection, VmDetail, VmName, VmSummary,
+    MigrationSettings, MigrationStatus, NameChanges, NameRecord, NameStanding, NamesGoal, NetworkItem,
+    NetworkItemKind, NetworkItemStanding, NetworkState, OpenNames, Problem, ProblemKind, RecoverAction,
+    RecoverReport, RecoverRequest, RedirectionStage, Role, RunRequest, Severity, StandingRedirection,
+    VmDetail, VmName, VmSummary,
 };
 
 /// The fake control; see the module.
@@ -75,7 +76,7 @@ pub(crate) fn left_image() -> LeftImage {
     }
 }
 
-/// Returns a table in use, and a device that is left over.
+/// Returns a table in use, a device that is left over, and a name that has changed.
 pub(crate) fn network_state() -> NetworkState {
     let item = |epoch| NetworkItem {
         kind: NetworkItemKind::Table,
@@ -106,7 +107,24 @@ pub(crate) fn network_state() -> NetworkState {
         age_s: 7,
         connections: Some(2),
     };
-    NetworkState { redirections: vec![redirection], items: vec![item(3), left], unread: Vec::new() }
+    let record = NameRecord {
+        name: "web.example.org".to_owned(),
+        kind: "A".to_owned(),
+        before: vec!["192.0.2.10".to_owned()],
+        after: vec!["198.51.100.7".to_owned()],
+        standing: NameStanding::Made,
+        ttl_s: Some(5),
+        serial: Some(9),
+        detail: "changed, with a low TTL (TTL 5 s, serial 9)".to_owned(),
+    };
+    let changes = NameChanges {
+        goal: NamesGoal::Switched,
+        reached: true,
+        old_until_unix_s: Some(1_767_225_600),
+        records: vec![record],
+    };
+    let names = vec![OpenNames { migration: MigrationId { vm: vm("web1"), epoch: Epoch(2) }, changes }];
+    NetworkState { redirections: vec![redirection], items: vec![item(3), left], unread: Vec::new(), names }
 }
 
 fn unknown_vm(name: &VmName) -> Problem {

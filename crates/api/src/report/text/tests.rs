@@ -6,6 +6,7 @@ use engine::pressure::Restraint;
 use super::super::{Measured, RedirectedConnections, TrackedConnections, Verification};
 use super::*;
 use crate::MigrationSettings;
+use crate::{NameChanges, NameRecord, NameStanding, NamesGoal};
 
 pub(in crate::report) fn sample() -> Report {
     let id = MigrationId { vm: VmName::new("web").unwrap(), epoch: Epoch(7) };
@@ -230,4 +231,29 @@ fn the_tunnel_of_redirected_connections_is_shown() {
     (redirected.prepare_us, redirected.switch_us) = (Some(2_000), Some(3_000));
     report.redirection = Some(redirected);
     assert!(render(&report).contains("prepared in 2.0 ms, switched in 3.0 ms\n"), "{}", render(&report));
+}
+
+#[test]
+fn names_are_told_with_their_state() {
+    let record = |after: &[&str], standing| NameRecord {
+        name: "web.example.org".to_owned(),
+        kind: "A".to_owned(),
+        before: vec!["192.0.2.10".to_owned()],
+        after: after.iter().map(|text| (*text).to_owned()).collect(),
+        standing,
+        ttl_s: None,
+        serial: None,
+        detail: "said so".to_owned(),
+    };
+    let records = vec![
+        record(&["198.51.100.7", "198.51.100.8"], NameStanding::Made),
+        record(&[], NameStanding::Failed),
+    ];
+    let names = NameChanges { goal: NamesGoal::Switched, reached: false, old_until_unix_s: None, records };
+    assert_eq!(names.failed().count(), 1);
+    let text = render(&Report { names: Some(names), ..sample() });
+    for line in ["192.0.2.10 → 198.51.100.7, 198.51.100.8", "192.0.2.10 → nothing"] {
+        let line = format!("\n  name        web.example.org A {line}: said so\n");
+        assert!(text.contains(&line), "{line:?} is missing in\n{text}");
+    }
 }

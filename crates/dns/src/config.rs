@@ -8,6 +8,7 @@ use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
+use proto::HostId;
 use serde::{Deserialize, Serialize};
 
 use crate::data::ServicePlace;
@@ -125,7 +126,7 @@ impl fmt::Display for Server {
     }
 }
 
-/// Names of a VM at one site.
+/// Names of a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct VmNames {
@@ -135,7 +136,34 @@ pub struct VmNames {
     pub services: Vec<ServiceConfig>,
 }
 
-/// Service of a VM at one site.
+impl VmNames {
+    /// Returns the names and services of the VM at a host.
+    #[must_use]
+    pub fn at(&self, host: &HostId) -> Self {
+        let is_of_host = |service: &ServiceConfig| service.hosts.contains(host);
+        let is_named =
+            |name: &Name| self.services.iter().any(|other| other.name == *name && is_of_host(other));
+        let is_there = |service: &&ServiceConfig| {
+            is_of_host(service) || (service.hosts.is_empty() && !is_named(&service.name))
+        };
+        Self { names: self.names.clone(), services: self.services.iter().filter(is_there).cloned().collect() }
+    }
+
+    /// Returns a service that is there twice for one host.
+    fn service_twice(&self) -> Option<&Name> {
+        let is_same = |one: &ServiceConfig, other: &ServiceConfig| {
+            let is_shared = one.hosts.is_empty() && other.hosts.is_empty()
+                || one.hosts.iter().any(|host| other.hosts.contains(host));
+            one.name == other.name && is_shared
+        };
+        let mut numbered = self.services.iter().enumerate();
+        let twice = numbered
+            .find(|(number, service)| self.services[..*number].iter().any(|other| is_same(service, other)));
+        twice.map(|(_, service)| &service.name)
+    }
+}
+
+/// Service of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ServiceConfig {
@@ -151,6 +179,9 @@ pub struct ServiceConfig {
     pub port: u16,
     /// Name of the host that provides it.
     pub target: Name,
+    /// Hosts at which the VM provides it so; none for all that no other entry of the same name has.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub hosts: Vec<HostId>,
 }
 
 impl ServiceConfig {
@@ -188,6 +219,16 @@ pub enum DnsConfigError {
         /// The VM.
         vm: String,
     },
+    /// A service of a VM is there twice for one host.
+    #[error(
+        "the service {name} of the VM {vm} is there twice for one host: name other `hosts` in one of them"
+    )]
+    SameService {
+        /// Name of the service.
+        name: Name,
+        /// The VM.
+        vm: String,
+    },
 }
 
 impl DnsConfig {
@@ -214,6 +255,9 @@ impl DnsConfig {
                 names.names.iter().chain(services).find(|name| zone_of(&self.zones, name).is_none())
             {
                 return Err(DnsConfigError::NoZone { name: name.clone(), vm: vm.clone() });
+            }
+            if let Some(name) = names.service_twice() {
+                return Err(DnsConfigError::SameService { name: name.clone(), vm: vm.clone() });
             }
         }
         Ok(())

@@ -60,8 +60,8 @@ pub enum PlanError {
 }
 
 impl Relocation {
-    /// Returns the change from what the source's configuration has for a VM to what the destination's has. If the
-    /// destination has nothing for it, its services stay what they are.
+    /// Returns the change from what a VM has at the source to what it has at the destination. Without the latter its
+    /// services stay what they are.
     pub fn new(source: &VmNames, destination: Option<&VmNames>, addresses: Vec<AddressChange>) -> Self {
         let mut services: BTreeMap<&Name, ServiceChange> = BTreeMap::new();
         for service in &source.services {

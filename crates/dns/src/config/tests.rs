@@ -93,3 +93,29 @@ fn servers_are_addresses() {
         assert_eq!(Server::try_from(text.to_owned()).unwrap().to_string(), text);
     }
 }
+
+#[test]
+fn a_service_may_differ_by_host() {
+    let service = |port: u16, hosts: &str| {
+        format!(
+            "[[services]]\nname = \"_http._tcp.example.org\"\nport = {port}\ntarget = \"web.example.org\"\n{hosts}\n"
+        )
+    };
+    let names: VmNames = toml::from_str(
+        &(service(80, "") + &service(8080, "hosts = [\"beta\"]") + &service(8081, "hosts = [\"gamma\"]")),
+    )
+    .unwrap();
+    let ports = |host: &str| {
+        let at = names.at(&HostId::new(host).unwrap());
+        at.services.iter().map(|service| service.port).collect::<Vec<_>>()
+    };
+    assert_eq!(["alpha", "beta", "gamma"].map(ports), [[80], [8080], [8081]]);
+    let error = |hosts: &str| {
+        let more = format!(
+            "\n[[vms.web1.services]]\nname = \"_http._tcp.example.org\"\nport = 81\ntarget = \"w\"\n{hosts}"
+        );
+        config(&(TEXT.to_owned() + &more)).check()
+    };
+    assert!(matches!(error(""), Err(DnsConfigError::SameService { .. })));
+    assert_eq!(error("hosts = [\"beta\"]"), Ok(()));
+}

@@ -387,7 +387,9 @@ impl Checks<'_> {
     fn dns(&self, mut dns: DnsConfig) -> Result<DnsConfig, ConfigError> {
         dns.check().map_err(|error| {
             let key: &[&str] = match &error {
-                DnsConfigError::NoZone { vm, .. } => &["dns", "vms", vm],
+                DnsConfigError::NoZone { vm, .. } | DnsConfigError::SameService { vm, .. } => {
+                    &["dns", "vms", vm]
+                }
                 DnsConfigError::NoServer(_)
                 | DnsConfigError::SameZone(_)
                 | DnsConfigError::LoweredTtl { .. } => &["dns", "zones"],

@@ -4,6 +4,7 @@
 //! themselves are in `qemu::preflight`; this module gathers the facts.
 
 mod disks;
+mod names;
 mod reachability;
 mod redirection;
 mod registry;
@@ -12,6 +13,7 @@ mod trial;
 mod writable_shared_images;
 
 pub use disks::proposed_disks;
+pub use names::{check_names, relocation};
 pub use net::Prober;
 pub use reachability::{SourceProbe, begin_probe};
 pub use redirection::{offer_redirection, returning_addresses};

@@ -296,6 +296,7 @@ impl Daemon {
             .map_err(|error| Problem::caused_by(ProblemKind::Unavailable, &error, vms::advice(&record.vm)))?;
         let probe =
             preflight::begin_probe(&mut vm, Goals::new(request, &context.config).settings.network_check);
+        let names = preflight::check_names(&context.config, &record.vm, &request.to, &request.new_addresses);
         let mut disks = preflight::proposed_disks(&surveyed.disks, request)?;
         preflight::measure(&surveyed.disks, &mut disks, &context.config.run_dir);
         let proposal = Proposal {
@@ -315,7 +316,7 @@ impl Daemon {
             probe: probe.proposed,
             redirection: None,
         };
-        let findings = surveyed.findings.into_iter().chain(probe.findings).collect();
+        let findings = surveyed.findings.into_iter().chain(probe.findings).chain(names).collect();
         Ok(Offer {
             ram_kind: vm.ram_kind(),
             qemu_version: surveyed.qemu_version,

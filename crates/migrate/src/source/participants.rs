@@ -1,4 +1,4 @@
-//! Parts of a VM that migrate with it, at the source: memory, disks, redirected connections, network cards.
+//! Parts of a VM that migrate with it, at the source: memory, disks, redirected connections, network cards, names.
 //!
 //! The driver knows no part in particular: it calls all of them at the same points of a migration, in the order of the
 //! list. A new one is added to [`of_a_vm`], and needs no other change, unless both hosts have to agree on it, or it
@@ -27,6 +27,7 @@
 
 mod disks;
 mod memory;
+mod names;
 mod network;
 mod redirection;
 #[cfg(test)]
@@ -208,6 +209,7 @@ pub(super) fn of_a_vm(environment: &Environment) -> Participants {
             Box::new(disks::Disks::new(environment)),
             Box::new(redirection::Redirecting::new(environment)),
             Box::new(network::Network::new(environment)),
+            Box::new(names::Names::new(environment)),
         ],
     )
 }

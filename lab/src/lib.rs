@@ -10,6 +10,7 @@
 //! - [`Nas`]: a benchmark kernel that a guest computes during a migration.
 //! - [`Serial`]: a guest's serial line: its output, and commands typed to it.
 //! - [`Pki`]: certificates for agents; [`Agents`]: their configurations and daemons.
+//! - [`name_server()`]: a server of DNS, for names of VMs.
 //! - [`Client`]: watches a service from outside; [`demo`]: all of these together.
 //! - [`bench`](mod@bench) and [`storage`]: costs of a migration, without disks and with them; [`sweep`]: their
 //!   dependence on parameters.
@@ -52,6 +53,7 @@ mod http;
 pub mod lab;
 mod migrating;
 mod monitor;
+mod name_server;
 mod nas;
 mod pki;
 pub mod rack;
@@ -73,6 +75,7 @@ pub use follow::{DEADLINE, LogFollower};
 pub use guest::Guest;
 pub use lab::{Direction, Lab, LabConfig, Link, Packets, vm_address};
 pub use monitor::Monitor;
+pub use name_server::name_server;
 pub use nas::{Nas, NasEnd, Peer};
 pub use pki::{Identity, Pki};
 pub use run::{Daemon, kill_pid, run};

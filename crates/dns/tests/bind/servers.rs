@@ -2,12 +2,12 @@
 
 use std::fmt::Write as _;
 use std::fs::{self, Permissions};
-use std::net::{Ipv4Addr, TcpStream};
+use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use dns::{AddressChange, DnsConfig, Relocation, Updater, VmNames, Zones};
-use lab::{DEADLINE, Daemon, Host, Lab, LabConfig};
+use lab::{Daemon, Host, Lab, LabConfig};
 use whimbrel_dns as dns;
 
 pub(crate) const SECRET: &str = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
@@ -80,7 +80,7 @@ impl Servers {
     }
 
     pub(crate) fn start_first(&mut self) {
-        self.first = Some(named(&self.lab.witness, self.lab.witness.address()));
+        self.first = Some(lab::name_server(&self.lab.witness).unwrap());
     }
 
     /// Starts the second server, and waits until it has the zones. It gets them anew: with old ones it would wait for
@@ -92,7 +92,7 @@ impl Servers {
                 let _ = fs::remove_file(self.lab.b.directory().join(name));
             }
         }
-        let second = named(&self.lab.b, self.second_address());
+        let second = lab::name_server(&self.lab.b).unwrap();
         lab::until("the second server has the zones", || {
             ZONES.iter().all(|zone| !self.dig(self.second_address(), &[*zone, "SOA"]).is_empty())
         });
@@ -211,20 +211,4 @@ fn options(host: &Host, more: &str) -> String {
         host.directory().display(),
         host.control_address().unwrap(),
     )
-}
-
-/// Starts a server, and waits until it listens.
-fn named(host: &Host, address: Ipv4Addr) -> Daemon {
-    // The program is confined to other directories under its own path.
-    let program = host.directory().join("named");
-    if !program.exists() {
-        fs::copy("/usr/sbin/named", &program).unwrap();
-    }
-    let config = host.directory().join("named.conf");
-    let words = [program, config].map(|path| path.display().to_string());
-    let daemon = host.spawn("named-log", &[&words[0], "-g", "-n", "1", "-c", &words[1]]).unwrap();
-    lab::until("named listens", || {
-        host.within(|| TcpStream::connect_timeout(&(address, 53).into(), DEADLINE).is_ok()).unwrap()
-    });
-    daemon
 }

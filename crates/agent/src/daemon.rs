@@ -13,7 +13,6 @@ mod status;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::Duration;
 
 use link::transport::TcpTransport;

@@ -7,7 +7,7 @@ use crate::storage::{CONTENT, assert_first_half, guest_with, rack_with_disk};
 use crate::support::{VM, blockers, move_guest, with_patience};
 use crate::tried::Trial;
 
-/// Offers a disk as a namespace of NVMe over TCP.
+/// Offers a disk as a namespace of `NVMe` over TCP.
 fn offer_by_nvme(store: &RackHost) {
     let address = store.address();
     store

@@ -10,56 +10,21 @@ use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::process::Child;
 use std::thread;
 
-use common::{Agent, Cluster, DEADLINE, Device, GuestSpec, Load, Setup, until};
-use lab::lab::{VM_BRIDGE, VM_GATEWAY};
-use lab::{Boot, Host, Net, vm_address};
+use common::two_networks::{NEW, NEW_GATEWAY, SERVICE, SOON, answering_guest, separate};
+use common::{Agent, Cluster, DEADLINE, Setup, until};
+use lab::lab::VM_BRIDGE;
+use lab::{Host, Net, vm_address};
 use serde_json::{Value, json};
 
 const VM: &str = "vm1";
-/// Port of the guest that echoes.
-const SERVICE: u16 = 7000;
-/// The other network: its router, the host there, and the guest.
-const NEW_GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 94, 0, 254);
-const NEW_HOST: Ipv4Addr = Ipv4Addr::new(10, 94, 0, 2);
-const NEW: Ipv4Addr = Ipv4Addr::new(10, 94, 0, 1);
-/// The first host in the network that the guest has at first.
-const OLD_HOST: Ipv4Addr = Ipv4Addr::new(10, 92, 0, 2);
 /// More than a path holds at once, in segments of the largest size.
 const PAYLOAD: usize = 300_000;
-/// Settings of agents that soon see that no connection is left.
-const SOON: &str = "[network.redirection]\ntrusted_path = true\nleast_s = 1\nquiet_s = 1\n";
-
-/// Puts the second host behind the router, into a network of its own.
-fn separate(cluster: &Cluster) {
-    let router = &cluster.lab.router;
-    router.run(&["ip", "link", "set", "dev", "b", "nomaster"]).unwrap();
-    router.run(&["ip", "addr", "add", &format!("{NEW_GATEWAY}/24"), "dev", "b"]).unwrap();
-    let hosts = [(&cluster.lab.a, OLD_HOST, VM_GATEWAY), (&cluster.lab.b, NEW_HOST, NEW_GATEWAY)];
-    for (host, address, gateway) in hosts {
-        host.run(&["ip", "addr", "add", &format!("{address}/24"), "dev", VM_BRIDGE]).unwrap();
-        host.run(&["ip", "route", "add", "default", "via", &gateway.to_string()]).unwrap();
-        // As strict as hosts may be.
-        host.within(|| std::fs::write("/proc/sys/net/ipv4/conf/all/rp_filter", "1")).unwrap().unwrap();
-    }
-}
-
 fn cluster() -> Cluster {
     let usual = Setup::default();
     let extra = usual.extra.clone() + SOON;
     let cluster = Cluster::with(&Setup { fault_harness: true, extra, ..usual });
     separate(&cluster);
     cluster
-}
-
-fn answering_guest(cluster: &Cluster) -> lab::Guest {
-    let load = Load { fill_mib: 32, wss_mib: 8, rate_mib_per_s: 5, ..Load::default() };
-    let mut spec = GuestSpec::tiny(VM, load);
-    spec.devices.push(Device::Net(Net::new(1)));
-    if let Boot::Tiny(load) = &mut spec.boot {
-        (load.address, load.port) = (Some(vm_address(1)), SERVICE);
-    }
-    cluster.lab.b.tap(&Net::new(1).tap).unwrap();
-    cluster.guest(&spec)
 }
 
 /// A connection of the client with the guest's service.
@@ -180,7 +145,7 @@ fn codes(findings: &Value) -> Vec<&str> {
 #[test]
 fn connections_go_on_in_another_network_and_back() {
     let cluster = cluster();
-    let _guest = answering_guest(&cluster);
+    let _guest = answering_guest(&cluster, VM);
     let old = Conversation::with(&cluster, vm_address(1));
     old.exchange();
     let before = networks(&cluster);
@@ -259,7 +224,7 @@ fn abort(cluster: &Cluster, new: &str) {
 #[test]
 fn an_abort_leaves_nothing_and_a_move_its_new_address() {
     let cluster = cluster();
-    let _guest = answering_guest(&cluster);
+    let _guest = answering_guest(&cluster, VM);
     let old = Conversation::with(&cluster, vm_address(1));
     old.exchange();
     let before = networks(&cluster);

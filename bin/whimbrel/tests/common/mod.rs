@@ -17,6 +17,7 @@ pub mod faults;
 pub mod replay;
 mod silence;
 pub mod storage;
+pub mod two_networks;
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;

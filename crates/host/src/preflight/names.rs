@@ -1,17 +1,39 @@
 //! Names of a VM that moves to another network: which of its records of DNS change, and whether that is possible.
 
+use std::net::IpAddr;
+
 use api::NewAddress;
 use dns::{AddressChange, Relocation, Zones};
+use net::redirection::AddressPair;
 use proto::message::Finding;
 use proto::{HostId, VmName};
+use tracing::warn;
 
 use crate::config::Config;
+use crate::redirections;
 
-/// Returns the change of a VM's place as DNS shows it; none if the VM stays in its network, or has no names.
+/// Returns the change of a VM's place as DNS shows it; none if the VM stays in its network, or has no names. Where the VM's
+/// addresses are translated, DNS has those by which it is reached.
 pub fn relocation(config: &Config, vm: &VmName, to: &HostId, addresses: &[NewAddress]) -> Option<Relocation> {
     let names = config.dns.vms.get(vm.as_str()).filter(|_| !addresses.is_empty())?;
-    let addresses = addresses.iter().map(|address| AddressChange::new(address.old, address.new));
+    let reached_by = public_addresses(config, vm);
+    let known =
+        |own: IpAddr| reached_by.iter().find(|pair| pair.guest == own).map_or(own, |pair| pair.public);
+    let addresses = addresses.iter().map(|address| AddressChange::new(known(address.old), address.new));
     Some(Relocation::new(&names.at(&config.host), Some(&names.at(to)), addresses.collect()))
+}
+
+/// Returns the addresses by which a VM that has moved to this host's network is reached.
+fn public_addresses(config: &Config, vm: &VmName) -> Vec<AddressPair> {
+    match redirections::of_vm_here(&redirections::keeper(config), &config.host, vm) {
+        Ok(redirection) => {
+            redirection.map(|redirection| redirection.place.presence.pairs).unwrap_or_default()
+        }
+        Err(error) => {
+            warn!(%vm, error = crate::chain(&error), "the addresses by which the VM is reached are not known");
+            Vec::new()
+        }
+    }
 }
 
 /// Checks whether the names of a VM can follow it. Takes four seconds for each server that does not answer.

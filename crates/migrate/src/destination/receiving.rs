@@ -148,7 +148,8 @@ impl PageReceiver {
         self.lock().begin(generation);
         let expected = ExpectedStreams { bulk: self.streams, page_requests: self.has_page_stream };
         let arrivals = self.context.transport.expect(&self.migration, generation, expected);
-        let receiver = Arc::clone(&self.receiver);
+        // Streams that never come must not keep the guest's memory open after the end of the migration.
+        let receiver = Arc::downgrade(&self.receiver);
         let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
         let mailbox = self.mailbox.clone();
         let gather = move || {
@@ -162,6 +163,7 @@ impl PageReceiver {
                         continue;
                     }
                 };
+                let Some(receiver) = receiver.upgrade() else { return };
                 let attached =
                     receiver.lock().unwrap_or_else(PoisonError::into_inner).attach(generation, stream, data);
                 if let Err(error) = attached {

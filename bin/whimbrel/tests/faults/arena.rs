@@ -246,7 +246,7 @@ impl Arena {
         let destination = self.cluster.agent(self.other());
         common::until("the destination is done with what was proposed", || {
             let log = destination.log();
-            let Some(at) = log.find(&format!(" proposed {id} ")) else { return !arrives };
+            let Some(at) = log.find(&format!(" received a proposal {id} ")) else { return !arrives };
             // An agent that has died since has reported nothing.
             let after = &log[at..];
             let ends = [

@@ -30,7 +30,7 @@ pub enum NamesGoal {
     Switched,
     /// The records of the destination, with the TTL that was found.
     Restored,
-    /// What was found: the VM stays.
+    /// Records as they were found: the VM stays.
     Undone,
 }
 

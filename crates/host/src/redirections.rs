@@ -185,7 +185,7 @@ impl RedirectionReaper {
                 RecordStage::Active => {
                     let facts = self.facts(context, &record);
                     let reason = teardown::decide(facts, limits(&context.config.redirection));
-                    // What is left without old connections lasts as long as the VM is here.
+                    // A translation without old connections lasts as long as the VM is here.
                     let is_reason =
                         |reason: &TeardownReason| has_legs(&record) || *reason == TeardownReason::GuestGone;
                     if let Some(reason) = reason.filter(is_reason) {

@@ -37,10 +37,10 @@ pub(super) struct Facts {
     pub(super) is_used: Option<bool>,
 }
 
-/// What follows.
+/// Next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Nothing, for the moment.
+    /// No step, for the moment.
     Wait,
     /// Another goal is aimed at.
     Pursue(Goal),
@@ -48,7 +48,7 @@ pub(super) enum Step {
     End,
 }
 
-/// Returns what follows. Without other reasons, TTLs are given back after `restore_after_s`, and what is left alone is
+/// Returns the next step. Without other reasons, TTLs are given back after `restore_after_s`, and what is left alone is
 /// given up then.
 pub(super) fn next_step(facts: &Facts, restore_after_s: u64) -> Step {
     let is_late = facts.place.is_some() && facts.decided_for_s >= restore_after_s;

@@ -24,11 +24,11 @@ impl Names {
         let key = directory.join("dns.key");
         fs::write(&key, "AAECAwQFBgcICQoLDA0ODw==").unwrap();
         fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).unwrap();
-        let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let text = format!(
             "host = \"a\"\nlisten = \"127.0.0.1:1\"\nstate_dir = \"state\"\nrun_dir = \"run\"\ntls.plain = true\n\
              [dns]\nrestore_after_s = 3600\n\
-             [[dns.zones]]\nzone = \"example.org\"\nservers = [\"{nobody}\"]\nkey_name = \"k\"\nkey_file = \"dns.key\"\n",
+             [[dns.zones]]\nzone = \"example.org\"\nservers = [\"{closed}\"]\nkey_name = \"k\"\nkey_file = \"dns.key\"\n",
         );
         let config = Config::parse(&directory.join("agent.toml"), &text).unwrap();
         let keeper = NamesKeeper::load(&config);

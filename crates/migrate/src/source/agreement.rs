@@ -25,9 +25,9 @@ pub(super) struct Agreement {
 /// Redirection of the connections of a guest that moves to another network.
 #[derive(Clone, Debug)]
 pub(super) struct RedirectedGuest {
-    /// What this host has offered.
+    /// Offer of this host.
     pub(super) offer: RedirectionOffer,
-    /// What both hosts make.
+    /// Redirection that both hosts make.
     pub(super) redirection: Redirection,
 }
 

@@ -41,7 +41,7 @@ impl FormerStations {
         })
     }
 
-    /// Tells the guest, and nobody else, their own MAC addresses.
+    /// Announces to the guest alone their own MAC addresses.
     pub(super) fn introduce(&self) -> io::Result<()> {
         if self.neighbours.is_empty() {
             return Ok(());

@@ -234,7 +234,7 @@ fn the_tunnel_of_redirected_connections_is_shown() {
 }
 
 #[test]
-fn names_are_told_with_their_state() {
+fn names_are_shown_with_their_state() {
     let record = |after: &[&str], standing| NameRecord {
         name: "web.example.org".to_owned(),
         kind: "A".to_owned(),
@@ -243,7 +243,7 @@ fn names_are_told_with_their_state() {
         standing,
         ttl_s: None,
         serial: None,
-        detail: "said so".to_owned(),
+        detail: "changed".to_owned(),
     };
     let records = vec![
         record(&["198.51.100.7", "198.51.100.8"], NameStanding::Made),
@@ -253,7 +253,7 @@ fn names_are_told_with_their_state() {
     assert_eq!(names.failed().count(), 1);
     let text = render(&Report { names: Some(names), ..sample() });
     for line in ["192.0.2.10 → 198.51.100.7, 198.51.100.8", "192.0.2.10 → nothing"] {
-        let line = format!("\n  name        web.example.org A {line}: said so\n");
+        let line = format!("\n  name        web.example.org A {line}: changed\n");
         assert!(text.contains(&line), "{line:?} is missing in\n{text}");
     }
 }

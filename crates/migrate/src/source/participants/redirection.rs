@@ -1,7 +1,7 @@
 //! Redirection of connections as a participant: for a VM that moves to another network, this host stands in for it in
 //! the one that it leaves.
 //!
-//! Nothing but the tunnel's end is there before the guest runs at the destination. The record on this host is the truth:
+//! The tunnel's end alone is there before the guest runs at the destination. The record on this host is the truth:
 //! an agent that restarts finds by it what one before it has made.
 
 use std::time::Instant;

@@ -9,10 +9,8 @@ mod confined;
 #[path = "../common/draw.rs"]
 mod draw;
 mod echo;
-mod firmware;
 mod guest_events;
 mod kvm;
-mod memory;
 mod power;
 mod smoke;
 mod storage;

@@ -271,7 +271,7 @@ impl RedirectionKeeper {
     /// Restores the redirections that the records name, after a start of the agent or of the host: an active one is made
     /// again as far as something of it is missing; one that was being removed is removed. What was prepared is left to
     /// the migration, whose outcome decides: [`switch`](Self::switch) or [`undo`](Self::undo). Returns the records that
-    /// remain, and what went wrong.
+    /// remain, and the errors.
     pub fn restore(&self) -> Result<(Vec<RedirectionRecord>, Vec<RedirectionError>), RedirectionError> {
         let (mut remaining, mut errors) = (Vec::new(), Vec::new());
         for record in self.records()? {

@@ -120,22 +120,10 @@ impl Drop for EndOnDrop<'_> {
     }
 }
 
-/// Properties of a link that are compared: not the states, which settle.
-const LINK_PROPERTIES: [&str; 7] = ["ifname", "address", "ifalias", "mtu", "master", "qdisc", "txqlen"];
-
 /// Returns all that a host's kernel knows of networks, but for counters and states of links that settle: links,
 /// addresses, VLANs, routes, routing rules and netfilter.
 fn network_of(host: &Host) -> String {
-    let links = host.run(&["ip", "-json", "addr"]).unwrap();
-    let links: Value = serde_json::from_str(&links).unwrap();
-    let describe = |link: &Value| {
-        let properties = LINK_PROPERTIES.map(|name| link[name].to_string()).join(" ");
-        let addresses = link["addr_info"].as_array().unwrap().iter();
-        let addresses: Vec<_> =
-            addresses.map(|address| format!("{}/{}", address["local"], address["prefixlen"])).collect();
-        format!("{properties} {}", addresses.join(" "))
-    };
-    let mut all: Vec<_> = links.as_array().unwrap().iter().map(describe).collect();
+    let mut all = common::networks::links(host);
     for words in [
         &["bridge", "vlan"][..],
         &["ip", "route", "show", "table", "all"],

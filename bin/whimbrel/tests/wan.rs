@@ -60,8 +60,6 @@ impl Conversation {
     }
 }
 
-/// Properties of a link that are compared: not the states, which settle.
-const LINK_PROPERTIES: [&str; 7] = ["ifname", "address", "ifalias", "mtu", "master", "qdisc", "txqlen"];
 /// Settings of devices and of the whole kernel.
 const SETTINGS: &str = "grep -rs . /proc/sys/net/ipv4/conf /proc/sys/net/ipv4/neigh /proc/sys/net/ipv6/conf \
                         /proc/sys/net/ipv6/neigh | grep -v -e mtu -e stable_secret | sort";
@@ -69,15 +67,7 @@ const SETTINGS: &str = "grep -rs . /proc/sys/net/ipv4/conf /proc/sys/net/ipv4/ne
 /// Returns all that a host's kernel knows of networks, but for counters, for what it learns by itself, and for states of
 /// links that settle.
 fn network_of(host: &Host) -> String {
-    let links: Value = serde_json::from_str(&host.run(&["ip", "-json", "addr"]).unwrap()).unwrap();
-    let describe = |link: &Value| {
-        let properties = LINK_PROPERTIES.map(|name| link[name].to_string()).join(" ");
-        let addresses = link["addr_info"].as_array().unwrap().iter();
-        let addresses: Vec<_> =
-            addresses.map(|address| format!("{}/{}", address["local"], address["prefixlen"])).collect();
-        format!("{properties} {}", addresses.join(" "))
-    };
-    let mut all: Vec<_> = links.as_array().unwrap().iter().map(describe).collect();
+    let mut all = common::networks::links(host);
     for words in [
         &["bridge", "vlan"][..],
         &["ip", "route", "show", "table", "all"],

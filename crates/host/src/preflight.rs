@@ -4,6 +4,7 @@
 //! themselves are in `qemu::preflight`; this module gathers the facts.
 
 mod disks;
+mod kernel;
 mod names;
 mod reachability;
 mod redirection;
@@ -13,6 +14,7 @@ mod trial;
 mod writable_shared_images;
 
 pub use disks::proposed_disks;
+pub use kernel::kernel;
 pub use names::{check_names, relocation};
 pub use net::Prober;
 pub use reachability::{SourceProbe, begin_probe};
@@ -38,7 +40,6 @@ use qemu::process::Launch;
 use qemu::qmp::Qmp;
 use qemu::ram::RamBlock;
 use serde::{Deserialize, Serialize};
-use tracee::{Feature, Kernel};
 use tracing::info;
 
 use crate::Context;
@@ -47,33 +48,11 @@ use crate::disks::{KnownFile, PlannedDisk};
 use crate::peers::{self, PeerError};
 use crate::{ArrivalArtifacts, ArrivalError};
 use crate::{SourceVm, VmError};
-use api::{CheckReport, KernelFeature, RamChoice};
+use api::{CheckReport, RamChoice};
+use kernel::kernel_finding;
 use reachability::ExpectedProbe;
 use redirection::ExpectedRedirection;
 use writable_shared_images::WritableSharedImage;
-
-/// Kernel features that migrations need.
-const FEATURES: [Feature; 5] = [
-    Feature::Userfaultfd,
-    Feature::WriteProtectAsync,
-    Feature::WriteProtectUnpopulated,
-    Feature::WriteProtectSharedMemory,
-    Feature::PagemapScan,
-];
-
-/// Returns the kernel's release, and the presence of each feature that migrations need, for users.
-pub fn kernel() -> (String, Vec<KernelFeature>) {
-    let (release, missing) = match Kernel::probe() {
-        Ok(kernel) => (kernel.release().to_owned(), Vec::new()),
-        Err(missing) => (missing.release.clone(), missing.missing),
-    };
-    let feature = |feature: Feature| KernelFeature {
-        name: feature.to_string(),
-        present: !missing.contains(&feature),
-        advice: "Linux 6.7 or later has it; VMs can still arrive here".to_owned(),
-    };
-    (release, FEATURES.map(feature).to_vec())
-}
 
 /// Result of the source's inspection of its VM.
 pub struct SourceSurvey {
@@ -160,15 +139,6 @@ fn problems(problems: &[qemu::describe::Problem]) -> Vec<Finding> {
         advice: problem.remedy.clone(),
     };
     problems.iter().map(blocker).collect()
-}
-
-fn kernel_finding() -> Option<Finding> {
-    Kernel::probe().err().map(|missing| Finding {
-        severity: Severity::Blocker,
-        code: "kernel-feature-missing".to_owned(),
-        what: missing.to_string(),
-        advice: "run Linux 6.7 or later on the source, with CONFIG_USERFAULTFD".to_owned(),
-    })
 }
 
 /// A proposal that can be accepted.

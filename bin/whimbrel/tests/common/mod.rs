@@ -14,6 +14,7 @@
 pub mod cuts;
 pub mod draw;
 pub mod faults;
+pub mod networks;
 pub mod replay;
 mod silence;
 pub mod storage;

@@ -8,9 +8,11 @@
 #   make lint    format, lints and licences alone
 #   make size    builds the program as users get it, and checks its size
 #   make bench   measures migrations by Whimbrel and by QEMU itself, side by side, into docs/evaluation/: hours, on an idle
-#                machine; SUITE=idle (or another suite, or a case) measures a part, and leaves the rest as it is
+#                machine; SUITE=idle (or another suite, or a case) measures a part, and leaves the rest as it is; TURNS=50
+#                measures so often
 #   make bench-disks       measures guests that move with their disks, beside it: hours as well; CASE=static measures
 #                          one case
+#   make bench-wan         measures moves to another network, far away: half an hour; CASE and TURNS as above
 #   make bench-sweep       measures what a migration's cost depends on, beside it: hours; points that were measured
 #                          before stay as they are; FIGURE=1 or FIGURE=5 measures one of its figures
 #   make bench-functions   how long the functions take that matter (docs/performance.md)
@@ -30,7 +32,7 @@ CARGO := cargo
 PATH := $(PATH):$(HOME)/.cargo/bin
 export PATH
 
-.PHONY: test demo rack soak lint size bench bench-disks bench-sweep bench-functions callgrind callgrind-update guest-agent guests
+.PHONY: test demo rack soak lint size bench bench-disks bench-wan bench-sweep bench-functions callgrind callgrind-update guest-agent guests
 
 test: lint
 	scripts/setup newer-qemu tiny-guest debian-guest database-guest rack
@@ -73,16 +75,22 @@ demo:
 FOR_BENCHES := --locked --release -p whimbrel -p whimbrel-lab --features whimbrel/comparison
 
 SUITE ?= all
+TURNS ?=
 bench:
 	scripts/setup packages newer-qemu tiny-guest debian-guest
 	$(CARGO) build $(FOR_BENCHES)
-	. scripts/test-env && target/release/whimbrel-lab bench --suite $(SUITE) --results docs/evaluation/results.json --page docs/evaluation/migrations.md --plots docs/evaluation
+	. scripts/test-env && target/release/whimbrel-lab bench --suite $(SUITE) $(TURNS:%=--turns %) --results docs/evaluation/results.json --page docs/evaluation/migrations.md --plots docs/evaluation
 
 CASE ?=
 bench-disks:
 	scripts/setup packages newer-qemu bench-disks services-guest
 	$(CARGO) build $(FOR_BENCHES)
 	. scripts/test-env && target/release/whimbrel-lab disks $(CASE:%=--case %) --results docs/evaluation/disks.json --page docs/evaluation/disks.md --plots docs/evaluation
+
+bench-wan:
+	scripts/setup packages newer-qemu tiny-guest
+	$(CARGO) build $(FOR_BENCHES)
+	. scripts/test-env && target/release/whimbrel-lab wan $(CASE:%=--case %) $(TURNS:%=--turns %) --results docs/evaluation/wan.json --page docs/evaluation/wan.md --plots docs/evaluation
 
 FIGURE ?=
 bench-sweep:

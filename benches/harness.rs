@@ -13,9 +13,9 @@ use criterion::{Criterion, Throughput};
 /// Work of one call of a case, in the units of its figures.
 #[derive(Clone, Copy)]
 pub(crate) enum Amount {
-    /// So many of something: `Of(512, "page")`.
+    /// A number of something: `Of(512, "page")`.
     Of(u64, &'static str),
-    /// So many bytes.
+    /// A number of bytes.
     Bytes(u64),
 }
 
@@ -87,7 +87,7 @@ impl Benches {
         });
     }
 
-    /// As [`Benches::timed`], of which only the part is timed that the work itself says.
+    /// Measures a case like [`Benches::timed`], but only the part of the work that the work itself has timed.
     pub(crate) fn timed_in_part<W: FnMut() -> Duration>(
         &mut self,
         case: &str,

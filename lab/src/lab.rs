@@ -48,8 +48,8 @@ const CUTS: &str = "cut";
 const MIGRATION: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 90, 0, 1), Ipv4Addr::new(10, 90, 0, 2)];
 const CONTROL: [Ipv4Addr; 3] =
     [Ipv4Addr::new(10, 91, 0, 1), Ipv4Addr::new(10, 91, 0, 2), Ipv4Addr::new(10, 91, 0, 3)];
-const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 93, 0, 1);
-const CLIENT_GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 93, 0, 254);
+pub(crate) const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 93, 0, 1);
+pub(crate) const CLIENT_GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 93, 0, 254);
 
 /// The hosts, in the order in which they are drawn above.
 const HOSTS: [&str; 5] = ["a", "b", "witness", "router", "client"];

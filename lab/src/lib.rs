@@ -14,6 +14,7 @@
 //! - [`Client`]: watches a service from outside; [`demo`]: all of these together.
 //! - [`bench`](mod@bench) and [`storage`]: costs of a migration, without disks and with them; [`sweep`]: their
 //!   dependence on parameters.
+//! - [`two_networks`]: a second network of VMs, behind a router; [`wan`](mod@wan): moves to it, from far away.
 //! - [`rack`]: the same with whole machines, which QEMU emulates, for what namespaces of one kernel do not have.
 //! - [`Environment`]: the files that `scripts/setup` has made.
 //!
@@ -64,6 +65,8 @@ pub mod storage;
 pub mod sweep;
 mod testing;
 mod traffic;
+pub mod two_networks;
+pub mod wan;
 
 pub use self::host::Host;
 pub use agents::Agents;

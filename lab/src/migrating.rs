@@ -1,6 +1,7 @@
 //! Migrating a guest with Whimbrel, as a user would, and reading its report.
 
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::mpsc;
 use std::thread;
@@ -13,6 +14,7 @@ use crate::error::{Context, Error, Result};
 use crate::guest::Guest;
 use crate::host::Host;
 use crate::run::run;
+use crate::serial::Serial;
 
 /// Lets a host's agent adopt a guest, before the migration that is measured.
 pub(crate) fn adopt(agents: &Agents, host: &Host, guest: &Guest) -> Result<()> {
@@ -128,6 +130,16 @@ pub(crate) fn number(value: &Value, name: &str) -> Result<u64> {
 /// Returns true if a program is a QEMU.
 pub(crate) fn is_qemu(program: &Path) -> bool {
     program.to_string_lossy().contains("qemu-system")
+}
+
+/// Returns the serial line of the guest that a QEMU runs, from its command line.
+pub(crate) fn serial_of(pid: u32) -> Result<Serial> {
+    let path = format!("/proc/{pid}/cmdline");
+    let line = fs::read_to_string(&path).context(|| format!("cannot read {path}"))?;
+    let ends_word = |character: char| "\0,=\"".contains(character);
+    let socket = line.split(ends_word).find(|word| word.ends_with("/serial.sock")).map(PathBuf::from);
+    let socket = socket.ok_or_else(|| Error::Config(format!("no serial line in {path}")))?;
+    Ok(Serial::new(&socket, &socket.with_extension("log"), Some(pid)))
 }
 
 #[cfg(test)]

@@ -162,6 +162,8 @@ pub struct Load {
     /// Threads that read the first disk past the guest's page cache. The disk must be one of
     /// [`crate::disk::known_content`].
     pub disk_threads: u64,
+    /// Pause of such a thread between two reads, ms.
+    pub disk_pause_ms: u64,
     /// Threads that rewrite its second half past the guest's page cache, and read it back.
     pub disk_writers: u64,
     /// Memory into which the readers read, MiB.
@@ -201,10 +203,11 @@ impl Default for Load {
             fill_mib: 64,
             wss_mib: 32,
             rate_mib_per_s: 0,
-            verify_mib_per_s: 32,
+            verify_mib_per_s: 4,
             mode: LoadMode::Random,
             pattern: Pattern::Sequential,
             disk_threads: 0,
+            disk_pause_ms: 2,
             disk_writers: 0,
             disk_mib: 16,
             address: None,
@@ -399,8 +402,8 @@ impl GuestSpec {
             format!("load.verify={} load.mode={mode} load.pattern={}", load.verify_mib_per_s, load.pattern),
             format!("load.seed={} load.noise={}", load.seed, load.noise_percent),
             format!(
-                "load.disk_threads={} load.disk_writers={} load.disk={} load.port={}",
-                load.disk_threads, load.disk_writers, load.disk_mib, load.port
+                "load.disk_threads={} load.disk_pause={} load.disk_writers={} load.disk={} load.port={}",
+                load.disk_threads, load.disk_pause_ms, load.disk_writers, load.disk_mib, load.port
             ),
         ];
         let mut devices = Vec::new();

@@ -1,7 +1,7 @@
 //! Images that VMs left on this host when they migrated away with their disks, or ended.
 
 use api::report::bytes;
-use api::{Client, LeftImage, VmName};
+use api::{Client, LeftoverImage, VmName};
 
 use crate::Code;
 use crate::failure::Failure;
@@ -9,7 +9,7 @@ use crate::output::{Output, Text, table};
 
 /// `whimbrel images list`.
 pub(crate) fn list(client: &Client, output: &Output) -> Result<Code, Failure> {
-    output.show(&client.images()?, |images: &Vec<LeftImage>| {
+    output.show(&client.images()?, |images: &Vec<LeftoverImage>| {
         if images.is_empty() {
             return "no VM has left an image on this host\n".to_owned();
         }
@@ -18,7 +18,7 @@ pub(crate) fn list(client: &Client, output: &Output) -> Result<Code, Failure> {
     Ok(Code::Done)
 }
 
-fn row(image: &LeftImage) -> [String; 6] {
+fn row(image: &LeftoverImage) -> [String; 6] {
     [
         image.migration.to_string(),
         if image.ended { "ended or forgotten".to_owned() } else { image.to.to_string() },
@@ -42,9 +42,9 @@ pub(crate) fn remove(
     output: &Output,
 ) -> Result<Code, Failure> {
     let removed = if ended { client.remove_ended_images(vm)? } else { client.remove_images(vm, epoch)? };
-    output.show(&removed, |images: &Vec<LeftImage>| {
+    output.show(&removed, |images: &Vec<LeftoverImage>| {
         let mut text = Text::default();
-        for LeftImage { path, used_bytes, .. } in images {
+        for LeftoverImage { path, used_bytes, .. } in images {
             text.line(format_args!("{} is removed; it took {}", path.display(), bytes(*used_bytes)));
         }
         text.finish()

@@ -15,7 +15,15 @@ use lab::{Direction, Net, disk, not_tried};
 
 /// Returns the load of a guest that writes during its migration.
 fn busy() -> Load {
-    Load { fill_mib: 96, wss_mib: 24, rate_mib_per_s: 30, ..Load::default() }
+    // It reads memory and disks as fast as it can, to find what is wrong for a moment only.
+    Load {
+        fill_mib: 96,
+        wss_mib: 24,
+        rate_mib_per_s: 30,
+        verify_mib_per_s: 32,
+        disk_pause_ms: 0,
+        ..Load::default()
+    }
 }
 
 fn newest(environment: &Environment) -> QemuVersion {

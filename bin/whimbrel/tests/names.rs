@@ -9,8 +9,9 @@ use std::fs::{self, OpenOptions, Permissions};
 use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt as _;
 
-use common::two_networks::{NEW, SOON, answering_guest, separate};
+use common::two_networks::{SOON, answering_guest};
 use common::{Agent, Cluster, Setup, until};
+use lab::two_networks::{NEW_ADDRESS as NEW, separate};
 use lab::{Daemon, Host};
 use serde_json::Value;
 
@@ -35,7 +36,7 @@ impl Names {
         let usual = Setup::default();
         let extra = usual.extra.clone() + SOON;
         let mut cluster = Cluster::with(&Setup { extra, ..usual });
-        separate(&cluster);
+        separate(&cluster.lab).unwrap();
         let host = &cluster.lab.witness;
         let directory = host.directory().display();
         let config = format!(

@@ -201,6 +201,10 @@ fn frames_for_a_guest_are_neither_lost_nor_doubled() {
     assert!(lost.is_empty(), "{lost:?} of {} are lost", echo.sent);
     let doubled: Vec<_> = echo.answers.iter().filter(|(_, times)| **times > 1).collect();
     assert!(doubled.is_empty(), "{doubled:?} were answered more than once");
+    let report = cluster.migrate(VM, "a", "b", &["--packets-at-stop", "drop"]);
+    for what in ["frames-held", "frames-not-held"] {
+        assert_eq!(events(&report, what), Vec::<String>::new());
+    }
     assert_as_before(&cluster, &before);
 }
 

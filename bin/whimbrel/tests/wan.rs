@@ -10,9 +10,11 @@ use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::process::Child;
 use std::thread;
 
-use common::two_networks::{NEW, NEW_GATEWAY, SERVICE, SOON, answering_guest, separate};
+use common::draw::{Generator, seed};
+use common::two_networks::{SERVICE, SOON, answering_guest};
 use common::{Agent, Cluster, DEADLINE, Setup, until};
 use lab::lab::VM_BRIDGE;
+use lab::two_networks::{NEW_ADDRESS as NEW, NEW_GATEWAY, separate};
 use lab::{Host, Net, vm_address};
 use serde_json::{Value, json};
 
@@ -20,10 +22,13 @@ const VM: &str = "vm1";
 /// More than a path holds at once, in segments of the largest size.
 const PAYLOAD: usize = 300_000;
 fn cluster() -> Cluster {
-    let usual = Setup::default();
+    cluster_with(Setup::default())
+}
+
+fn cluster_with(usual: Setup) -> Cluster {
     let extra = usual.extra.clone() + SOON;
     let cluster = Cluster::with(&Setup { fault_harness: true, extra, ..usual });
-    separate(&cluster);
+    separate(&cluster.lab).unwrap();
     cluster
 }
 
@@ -140,7 +145,7 @@ fn connections_go_on_in_another_network_and_back() {
     old.exchange();
     let before = networks(&cluster);
 
-    // An address that another station has, and one of no network there, are refused before the guest is touched.
+    // An address that another machine has, and one of no network there, are refused before the guest is touched.
     for (address, code) in [(NEW_GATEWAY, "address-in-use"), (Ipv4Addr::new(10, 99, 0, 1), "address-foreign")]
     {
         let new = format!("{}={address}", vm_address(1));
@@ -223,8 +228,16 @@ fn an_abort_leaves_nothing_and_a_move_its_new_address() {
     assert_as_before(&cluster, &before);
     old.exchange();
 
-    cluster.migrate(VM, "a", "b", &["--new-address", &new_address]);
+    // They go on before QEMU at the source has ended, which may have pages to send for long.
+    let faults = cluster.faults.as_ref().unwrap();
+    faults.want("source/redirection/running");
+    let words = ["migrate", VM, "--to", "b", "--on-limit", "stop", "--new-address", &new_address];
+    let mut migration = cluster.a.begin(&words);
+    let held = faults.held(DEADLINE).unwrap();
     old.exchange();
+    held.release();
+    assert!(migration.wait().unwrap().success());
+    cluster.a.wait_settled();
     // Without old connections the first host has nothing more to do, and the guest keeps its new address.
     drop(old);
     assert_eq!(cluster.a.cli(&["net", "release", VM]).code, 0);
@@ -242,4 +255,94 @@ fn an_abort_leaves_nothing_and_a_move_its_new_address() {
     drop(new);
     assert_eq!(cluster.b.cli(&["net", "release", VM]).code, 0);
     assert_as_before(&cluster, &before);
+}
+
+/// Steps of the redirection's participants that every move to another network passes once both hosts have agreed.
+const STEPS: [(&str, &[&str]); 2] = [
+    ("source", &["check", "before-stop", "freeze", "ready", "commit", "running", "finish"]),
+    ("destination", &["open", "freeze", "ready", "before-cont", "commit", "finish"]),
+];
+
+/// Returns a sample of the fault points, each with the role of the host whose agent dies there; all of them with
+/// `WHIMBREL_SOAK`.
+fn deaths() -> Vec<(String, &'static str)> {
+    let points = STEPS.iter().flat_map(|(role, steps)| steps.iter().map(move |step| (role, step)));
+    let points = points.map(|(role, step)| format!("{role}/redirection/{step}"));
+    let mut all: Vec<_> =
+        points.flat_map(|point| [(point.clone(), "source"), (point, "destination")]).collect();
+    if std::env::var_os("WHIMBREL_SOAK").is_some() {
+        return all;
+    }
+    let seed = seed(31);
+    eprintln!("drawn with WHIMBREL_SEED={seed}");
+    let mut draw = Generator(seed);
+    // A redirection that was switched, and is not confirmed, is always among them.
+    let confirmed = ("destination/redirection/before-cont".to_owned(), "destination");
+    std::iter::once(confirmed).chain((0..4).map(|_| all.swap_remove(draw.below(all.len())))).collect()
+}
+
+/// Moves the guest to the other network, lets an agent die at a point, and waits until the next one has done its work.
+/// Returns the host where the guest is.
+fn move_with_death(cluster: &mut Cluster, at: &'static str, (point, role): &(String, &str)) -> &'static str {
+    let (to, new) = if at == "a" { ("b", NEW) } else { ("a", vm_address(1)) };
+    let address = format!("{}={new}", vm_address(1));
+    let faults = cluster.faults.as_ref().unwrap();
+    faults.want(point);
+    let words = ["migrate", VM, "--to", to, "--on-limit", "stop", "--new-address", &address];
+    let mut migration: Child = cluster.agent(at).begin(&words);
+    let held = faults.held(DEADLINE).unwrap_or_else(|| panic!("{point} is not reached"));
+    let dead = if *role == "source" { at } else { to };
+    cluster.agent_mut(dead).kill();
+    held.release();
+    cluster.agent_mut(dead).start();
+    let _ = migration.wait();
+    let idle = |name: &&&str| {
+        let vms = cluster.agent(name).cli(&["vm", "list"]).ok().json();
+        vms.as_array().unwrap().iter().any(|vm| vm["vm"] == VM && vm["migration"].is_null())
+    };
+    let here = std::cell::Cell::new(at);
+    until("one host has the VM", || {
+        let hosts: Vec<_> = ["a", "b"].iter().filter(idle).copied().collect();
+        hosts.first().is_some_and(|host| {
+            here.set(host);
+            hosts.len() == 1
+        })
+    });
+    here.get()
+}
+
+#[test]
+fn no_death_of_an_agent_loses_or_leaves_a_redirection() {
+    let mut cluster = cluster_with(Setup::impatient());
+    let _guest = answering_guest(&cluster, VM);
+    let old = Conversation::with(&cluster, vm_address(1));
+    old.exchange();
+    let before = networks(&cluster);
+    let mut at = "a";
+    for death in deaths() {
+        let from = at;
+        at = move_with_death(&mut cluster, at, &death);
+        eprintln!("{death:?}: from {from}, now at {at}");
+        until("what was prepared is confirmed, or gone", || {
+            let both = [&cluster.a, &cluster.b].map(redirections).concat();
+            both.iter().all(|listed| listed["stage"] == "active") && (at == "a" || both.len() == 2)
+        });
+        old.exchange();
+        Conversation::with(&cluster, vm_address(1)).exchange();
+    }
+    if at == "b" {
+        cluster.migrate(VM, "b", "a", &["--new-address", &format!("{0}={0}", vm_address(1))]);
+        old.exchange();
+    }
+    cluster.assert_guest_whole("a", VM);
+    drop(old);
+    for agent in [&cluster.a, &cluster.b] {
+        let released = agent.cli(&["net", "release", VM]);
+        assert!(released.code == 0 || redirections(agent).is_empty(), "{released:?}");
+    }
+    assert_as_before(&cluster, &before);
+    for agent in [&cluster.a, &cluster.b] {
+        let left = common::entries(&agent.directory.join("state/redirections"));
+        assert!(left.is_empty(), "{left:?} at {}", agent.name);
+    }
 }

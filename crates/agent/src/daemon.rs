@@ -4,9 +4,9 @@
 mod connections;
 mod control;
 mod decisions;
+mod dns_records;
 mod drive;
 mod driver_slot;
-mod names;
 mod receive;
 mod recovery;
 mod status;
@@ -27,10 +27,11 @@ use api::{self, Server, ServerError};
 use host::Context;
 use host::EmulatorCache;
 pub use host::HelperProgram;
+use host::MigrationTransport;
 use host::config::{AgentRole, Config, Security};
+use host::dns_keeper::DnsKeeper;
 use host::fault::Faults;
-use host::names::NameLocks;
-use host::names_keeper::NamesKeeper;
+use host::name_locks::NameLocks;
 use host::redirections::RedirectionReaper;
 use host::templates::Templates;
 use migrate::{destination, source};
@@ -102,11 +103,14 @@ impl Agent {
             faults: Faults::new(config.fault_socket.clone()),
             injector: Arc::new(Injector::new(injector.program, injector.arguments)),
             guard,
-            transport: Arc::new(TcpTransport::new(endpoint, router.clone())),
-            router,
+            transport: MigrationTransport {
+                connections: Arc::new(TcpTransport::new(endpoint, router.clone())),
+                router,
+            },
             arrivals: Arc::default(),
             names: NameLocks::default(),
-            names_keeper: NamesKeeper::load(&config),
+            dns_keeper: DnsKeeper::load(&config),
+            redirections: host::redirections::keeper(&config),
             emulators: EmulatorCache::default(),
             fixed_costs: Mutex::default(),
             templates: Templates::start(
@@ -124,10 +128,10 @@ impl Agent {
         let daemon = Arc::new(Daemon { context: Arc::new(context), drivers: Mutex::default(), witness });
         host::end_probes(&daemon.context.config);
         host::preflight::end_measurements(&daemon.context.config.run_dir);
-        host::redirections::restore(&daemon.context);
+        host::redirections::resume(&daemon.context);
         daemon.resume_migrations()?;
         end_unused_redirections(&daemon.context).map_err(StartError::Redirections)?;
-        names::keep(&daemon.context).map_err(StartError::Names)?;
+        dns_records::keep(&daemon.context).map_err(StartError::Names)?;
         let peers = Arc::clone(&daemon);
         let address = listener.address();
         let serving = listener.serve(move |arrival| peers.arrival(arrival))?;

@@ -198,6 +198,16 @@ fn no_files_of_a_folder_use_one_another_in_a_circle() {
     }
 }
 
+/// Each host carries one of them out, by another version perhaps: what both need is beside them.
+#[test]
+fn the_two_roles_of_a_migration_do_not_use_one_another() {
+    let drivers = Path::new(env!("CARGO_MANIFEST_DIR")).join("../migrate/src");
+    for (role, other) in [("source", "destination"), ("destination", "source")] {
+        let uses = uses_of(&drivers);
+        assert!(!uses[role].contains(other), "migrate::{role} uses migrate::{other}");
+    }
+}
+
 #[test]
 fn paths_are_understood() {
     let module = ["a", "b", "c"].map(str::to_owned);

@@ -1,5 +1,5 @@
 //! Checks that no two types of a crate share a name, and that no function has one too long to read: a name that means
-//! two things has to be read with its path.
+//! two things has to be read with its path. Checks how doc comments begin.
 //!
 //! Reads the sources; tests and other programs of a crate do not count for types.
 
@@ -72,6 +72,56 @@ fn names_of_functions_have_at_most_60_characters() {
         found.extend(names.filter(|name| name.len() > 60).map(str::to_owned));
     }
     assert!(found.is_empty(), "these names are too long: {found:?}");
+}
+
+/// Words with which no doc comment begins, because it then describes around its subject: it begins with a noun phrase or
+/// a verb.
+const EVASIVE: [&str; 9] = ["What", "How", "Whether", "Who", "Which", "So many", "Of", "As", "Where"];
+
+/// Returns the first lines of doc comments that begin with one of these words.
+fn evasive(text: &str) -> Vec<&str> {
+    let kind = |line: &str| ["///", "//!"].into_iter().find(|kind| line.trim_start().starts_with(*kind));
+    let before = std::iter::once("").chain(text.lines());
+    let first = text.lines().zip(before).filter(|(line, before)| kind(line) != kind(before));
+    let is_evasive = |line: &&str| {
+        let comment = line.trim_start().trim_start_matches(['/', '!']).trim_start();
+        let begins = |word: &&str| comment.strip_prefix(*word).is_some_and(|rest| rest.starts_with(' '));
+        kind(line).is_some() && EVASIVE.iter().any(begins)
+    };
+    first.map(|(line, _)| line).filter(is_evasive).collect()
+}
+
+#[test]
+fn doc_comments_begin_with_their_subject() {
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let folders = ["crates", "bin", "lab", "guest", "examples", "benches"].map(|name| workspace.join(name));
+    let mut found = BTreeSet::new();
+    for path in folders.iter().flat_map(|folder| sources(folder)) {
+        let text = fs::read_to_string(&path).unwrap();
+        found.extend(evasive(&text).into_iter().map(|line| format!("{}: {}", path.display(), line.trim())));
+    }
+    assert!(found.is_empty(), "these do not name their subject: {found:#?}");
+}
+
+#[test]
+fn only_first_lines_of_doc_comments_are_evasive() {
+    let text = [
+        "//! How it works.",
+        "",
+        "/// Number of pages.",
+        "/// Of these, some are zeros.",
+        "///",
+        "/// What else.",
+        "fn pages() {",
+        "    // What is this?",
+        "}",
+        "/// Offset.",
+        "fn offset() {}",
+        "    /// Of the pages.",
+        "    field: u64,",
+    ];
+    let text = text.join("\n");
+    assert_eq!(evasive(&text), ["//! How it works.", "    /// Of the pages."]);
 }
 
 #[test]

@@ -122,6 +122,18 @@ pub enum NetworkCheck {
     Require,
 }
 
+/// Use of packets that arrive for the guest from shortly before its stop until it runs at the destination.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
+pub enum PacketsAtStop {
+    /// They are sent to the destination, and delivered there.
+    #[default]
+    Hold,
+    /// They are lost, as with other hypervisors: their senders send them again (Bradford et al., section 3.3).
+    Drop,
+}
+
 /// Use of deltas for pages that are sent again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

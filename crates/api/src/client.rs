@@ -18,8 +18,8 @@ use super::network_state::NetworkState;
 use super::problem::Problem;
 use super::types::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
-    LeftImage, Limits, MigrateRequest, MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail,
-    VmSummary,
+    LeftoverImage, Limits, MigrateRequest, MigrationStatus, RecoverReport, RecoverRequest, RunRequest,
+    VmDetail, VmSummary,
 };
 use crate::progress::ProgressLine;
 use crate::report::Report;
@@ -183,18 +183,18 @@ impl Client {
     }
 
     /// `GET /v1/images`.
-    pub fn images(&self) -> Result<Vec<LeftImage>, ClientError> {
+    pub fn images(&self) -> Result<Vec<LeftoverImage>, ClientError> {
         self.get("/v1/images")
     }
 
     /// `DELETE /v1/images/{vm}`, or `…/{epoch}`.
-    pub fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, ClientError> {
+    pub fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftoverImage>, ClientError> {
         let epoch = epoch.map_or_else(String::new, |epoch| format!("/{epoch}"));
         self.delete(&format!("/v1/images/{vm}{epoch}"))
     }
 
     /// `DELETE /v1/images/{vm}/ended`.
-    pub fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, ClientError> {
+    pub fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftoverImage>, ClientError> {
         self.delete(&format!("/v1/images/{vm}/ended"))
     }
 

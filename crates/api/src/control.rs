@@ -6,8 +6,8 @@ use super::network_state::NetworkState;
 use super::problem::Problem;
 use super::types::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
-    LeftImage, Limits, MigrateRequest, MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail,
-    VmSummary,
+    LeftoverImage, Limits, MigrateRequest, MigrationStatus, RecoverReport, RecoverRequest, RunRequest,
+    VmDetail, VmSummary,
 };
 use crate::progress::Watcher;
 use crate::report::Report;
@@ -66,15 +66,15 @@ pub trait Control: Send + Sync + 'static {
     fn set_limits(&self, id: &MigrationId, limits: Limits) -> Result<Limits, Problem>;
 
     /// Returns the images that VMs left behind: when they moved away with their disks, or when they ended here.
-    fn images(&self) -> Result<Vec<LeftImage>, Problem>;
+    fn images(&self) -> Result<Vec<LeftoverImage>, Problem>;
 
     /// Removes the images that a VM left behind, in one migration or in all; returns them. If one of them must stay,
     /// none is removed.
-    fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, Problem>;
+    fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftoverImage>, Problem>;
 
     /// Removes the images of a VM that arrived with its disks and ended here; returns them. If one of them must stay,
     /// none is removed.
-    fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, Problem>;
+    fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftoverImage>, Problem>;
 
     /// Returns what migrations have in the kernel of the agent's host.
     fn network(&self) -> Result<NetworkState, Problem>;

@@ -18,7 +18,7 @@
 //! | `POST /v1/migrations/{vm}/{epoch}/cancel` | | [`CancelOutcome`] |
 //! | `POST /v1/migrations/{vm}/{epoch}/recover` | [`RecoverRequest`] | [`RecoverReport`] |
 //! | `POST /v1/migrations/{vm}/{epoch}/limits` | [`Limits`] | [`Limits`] |
-//! | `GET /v1/images` | | list of [`LeftImage`] |
+//! | `GET /v1/images` | | list of [`LeftoverImage`] |
 //! | `DELETE /v1/images/{vm}`, `…/{epoch}` | | the removed images |
 //! | `DELETE /v1/images/{vm}/ended` | | the same, for a VM that ended here |
 //! | `GET /v1/network` | | [`NetworkState`] |

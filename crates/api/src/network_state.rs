@@ -53,6 +53,8 @@ pub enum RedirectionStage {
     Prepared,
     /// It redirects connections.
     Active,
+    /// It redirects connections, but for what could not be made: the agent tries again.
+    Incomplete,
     /// It is being removed.
     Ending,
 }
@@ -63,6 +65,7 @@ impl RedirectionStage {
         match self {
             Self::Prepared => "prepared",
             Self::Active => "active",
+            Self::Incomplete => "incomplete",
             Self::Ending => "ending",
         }
     }

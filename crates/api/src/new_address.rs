@@ -70,7 +70,7 @@ impl NewAddress {
             let what = format!("{old} and {new} are of different families");
             return Err(invalid(what, "choose a new address of the same family"));
         }
-        if let Some(address) = [old, new].into_iter().find(|address| !is_of_a_station(*address)) {
+        if let Some(address) = [old, new].into_iter().find(|address| !is_routable_unicast(*address)) {
             let what = format!("{address} cannot be an address of a VM in a network");
             return Err(invalid(what, "name the VM's address in its network, and its new one"));
         }
@@ -85,8 +85,8 @@ impl NewAddress {
     }
 }
 
-/// Returns true if a station can have the address, and be reached by it from other networks.
-fn is_of_a_station(address: IpAddr) -> bool {
+/// Returns true if a single host can have the address, and be reached by it from other networks.
+fn is_routable_unicast(address: IpAddr) -> bool {
     let is_local = match address {
         IpAddr::V4(address) => address.is_link_local() || address.is_broadcast(),
         IpAddr::V6(address) => address.is_unicast_link_local(),

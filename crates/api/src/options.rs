@@ -2,7 +2,7 @@
 //!
 //! An option that is added here is a field of [`MigrationOptions`] (HTTP and, with the feature `cli`, the arguments of
 //! `whimbrel migrate`) and of [`MigrationSettings`] (the table `[migration]` of the configuration, and the report).
-//! Which values are possible is defined here, too: [`MigrationSettings::check_configured`] holds for the configuration,
+//! The possible values are defined here, too: [`MigrationSettings::check_configured`] holds for the configuration,
 //! [`MigrationSettings::check_requested`] for a request.
 
 use proto::limits::STREAMS;
@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "comparison")]
 use crate::choices::Restraints;
 use crate::choices::{
-    Compress, DeltaUse, HintedMemory, NetworkCheck, OnLimit, StopPolicy, ThrottleCpu, ThrottleWrites,
+    Compress, DeltaUse, HintedMemory, NetworkCheck, OnLimit, PacketsAtStop, StopPolicy, ThrottleCpu,
+    ThrottleWrites,
 };
 #[cfg(feature = "cli")]
 use crate::rate::Rate;
@@ -136,6 +137,11 @@ options! {
     /// moves to another network, `warn` if one is not proven, `require` refuses the migration then (warn)
     #[arg(long, value_name = "off|warn|require", hide_possible_values = true)]
     network_check: NetworkCheck = NetworkCheck::Warn;
+
+    /// Packets that arrive for the VM while it is stopped: `hold` delivers them at the destination, `drop` loses them,
+    /// and their senders have to send them again (hold)
+    #[arg(long, value_name = "hold|drop", hide_possible_values = true)]
+    packets_at_stop: PacketsAtStop = PacketsAtStop::Hold;
 
     /// Ways in which copying may restrain itself while the VM waits for processors: `none`, `niceness`, `all` (all)
     #[cfg(feature = "comparison")]

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -33,6 +33,15 @@ pub enum ServerError {
         /// Path of the socket.
         socket: PathBuf,
     },
+    /// Something else is in the socket's place.
+    #[error(
+        "{socket} is there, and is no socket: choose another `api_socket`, or move the file away",
+        socket = socket.display()
+    )]
+    NotASocket {
+        /// Path of the socket.
+        socket: PathBuf,
+    },
     /// The path is longer than Unix sockets allow.
     #[error("the path {socket} is too long for a socket; choose an `api_socket` of at most 90 bytes", socket = socket.display())]
     TooLong {
@@ -60,13 +69,15 @@ pub enum ServerError {
 #[derive(Debug)]
 pub struct Server {
     socket: PathBuf,
+    /// Device and inode of the socket: another agent's may be in its place by the end.
+    identity: (u64, u64),
     end: watch::Sender<bool>,
     serving: Option<(Runtime, JoinHandle<()>)>,
 }
 
 /// Serves the API on a Unix socket, on threads of its own, until the [`Server`] is stopped.
 pub fn serve(socket: &Path, control: Arc<dyn Control>) -> Result<Server, ServerError> {
-    let listener = bind(socket)?;
+    let (listener, identity) = bind(socket)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .thread_name("api")
@@ -91,7 +102,7 @@ pub fn serve(socket: &Path, control: Arc<dyn Control>) -> Result<Server, ServerE
             tracing::error!(%error, "the API's socket failed");
         }
     });
-    Ok(Server { socket: socket.to_owned(), end, serving: Some((runtime, serving)) })
+    Ok(Server { socket: socket.to_owned(), identity, end, serving: Some((runtime, serving)) })
 }
 
 impl Server {
@@ -108,7 +119,9 @@ impl Server {
     fn end_now(&mut self) {
         let Some((runtime, serving)) = self.serving.take() else { return };
         // The name is removed first, so that new clients learn that no server is there.
-        let _ = fs::remove_file(&self.socket);
+        if identity(&self.socket).is_ok_and(|identity| identity == self.identity) {
+            let _ = fs::remove_file(&self.socket);
+        }
         self.end.send_replace(true);
         let _ = runtime.block_on(async { tokio::time::timeout(PATIENCE, serving).await });
         runtime.shutdown_background();
@@ -121,28 +134,52 @@ impl Drop for Server {
     }
 }
 
-/// Binds a socket that only its owner may open, and replaces one that a dead agent left behind.
+/// Returns the device and the inode of a file.
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    fs::symlink_metadata(path).map(|file| (file.dev(), file.ino()))
+}
+
+/// Confirms that nothing is in the socket's place, or a socket that a dead agent left behind.
+fn check_place(socket: &Path) -> Result<(), ServerError> {
+    let failed = |source| Err(ServerError::Socket { socket: socket.to_owned(), source });
+    match fs::symlink_metadata(socket) {
+        Ok(found) if found.file_type().is_socket() => {}
+        Ok(_) => return Err(ServerError::NotASocket { socket: socket.to_owned() }),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return failed(error),
+    }
+    match UnixStream::connect(socket) {
+        Ok(_) => Err(ServerError::InUse { socket: socket.to_owned() }),
+        Err(error) if [io::ErrorKind::ConnectionRefused, io::ErrorKind::NotFound].contains(&error.kind()) => {
+            Ok(())
+        }
+        // A socket of another kind has an owner who may be alive.
+        Err(error) => failed(error),
+    }
+}
+
+/// Binds a socket that only its owner may open, and replaces one that a dead agent left behind. Returns it with its
+/// device and inode.
 ///
 /// The socket is made in a directory that no other user may enter, and is moved to its place once its mode is right: at
 /// no moment can others connect to it.
-fn bind(socket: &Path) -> Result<UnixListener, ServerError> {
+fn bind(socket: &Path) -> Result<(UnixListener, (u64, u64)), ServerError> {
     let failed = |source| ServerError::Socket { socket: socket.to_owned(), source };
-    if UnixStream::connect(socket).is_ok() {
-        return Err(ServerError::InUse { socket: socket.to_owned() });
-    }
     let directory = socket.parent().unwrap_or(Path::new("/"));
-    fs::create_dir_all(directory).map_err(failed)?;
     let private = directory.join(format!(".api-{}", std::process::id()));
     let first = private.join("s");
     if first.as_os_str().len().max(socket.as_os_str().len()) > SOCKET_PATH_BYTES {
         return Err(ServerError::TooLong { socket: socket.to_owned() });
     }
+    check_place(socket)?;
+    fs::create_dir_all(directory).map_err(failed)?;
     let _ = fs::remove_dir_all(&private);
     fs::DirBuilder::new().mode(0o700).create(&private).map_err(failed)?;
     let bound = UnixListener::bind(&first).and_then(|listener| {
         fs::set_permissions(&first, fs::Permissions::from_mode(0o600))?;
+        let identity = identity(&first)?;
         fs::rename(&first, socket)?;
-        Ok(listener)
+        Ok((listener, identity))
     });
     let _ = fs::remove_dir_all(&private);
     bound.map_err(failed)

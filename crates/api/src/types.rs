@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use engine::handover::Role;
-use proto::message::{DiskMode, Finding, Severity};
+use proto::message::{DiskMode, Finding};
 use proto::{HostId, MigrationId, VmName};
 use serde::{Deserialize, Serialize};
 
@@ -287,13 +287,6 @@ pub struct CheckReport {
     pub destination_findings: Vec<Finding>,
 }
 
-impl CheckReport {
-    /// True if the findings include a blocker.
-    pub fn blocked(findings: &[Finding]) -> bool {
-        findings.iter().any(|finding| finding.severity == Severity::Blocker)
-    }
-}
-
 /// Status of a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrationStatus {
@@ -322,9 +315,9 @@ pub struct MigrationStatus {
     pub progress: Option<Progress>,
 }
 
-/// An image that a VM has left behind: when it moved away with its disks, or when it ended here.
+/// A leftover image of a VM: from when it moved away with its disks, or when it ended here.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LeftImage {
+pub struct LeftoverImage {
     /// The migration in which it was left.
     #[serde(flatten)]
     pub migration: MigrationId,

@@ -99,6 +99,29 @@ fn a_dead_agents_socket_is_replaced_and_a_living_ones_is_not() {
 }
 
 #[test]
+fn files_of_others_are_neither_replaced_nor_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    std::fs::write(path("hosts"), "127.0.0.1 localhost").unwrap();
+    std::os::unix::fs::symlink(path("hosts"), path("link")).unwrap();
+    for name in ["hosts", "link"] {
+        let refused = serve(&path(name), Fake::new());
+        assert!(matches!(refused, Err(ServerError::NotASocket { .. })), "{name}: {refused:?}");
+    }
+    assert_eq!(std::fs::read_to_string(path("link")).unwrap(), "127.0.0.1 localhost");
+    let _alive = std::os::unix::net::UnixDatagram::bind(path("datagrams")).unwrap();
+    let refused = serve(&path("datagrams"), Fake::new());
+    assert!(matches!(refused, Err(ServerError::Socket { .. })), "{refused:?}");
+
+    // By the end something else may be in the socket's place.
+    let server = serve(&path("agent.sock"), Fake::new()).unwrap();
+    std::fs::rename(path("agent.sock"), path("moved.sock")).unwrap();
+    std::fs::write(path("agent.sock"), "another's").unwrap();
+    server.stop();
+    assert_eq!(std::fs::read_to_string(path("agent.sock")).unwrap(), "another's");
+}
+
+#[test]
 fn vms_are_listed_shown_adopted_and_forgotten() {
     let world = world();
     let names = |world: &World| -> Vec<String> {

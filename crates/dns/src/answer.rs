@@ -3,27 +3,27 @@
 #[cfg(test)]
 mod tests;
 
-use crate::change::{LagReason, Observed};
+use crate::change::{LagReason, Rrset};
 use crate::config::Server;
-use crate::data::RecordType;
 use crate::failure::Failure;
 use crate::message::{AnswerContent, Response, ResponseCode};
 use crate::name::Name;
+use crate::rdata::RecordType;
 
 /// Result of an update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UpdateResult {
     /// The server has made all of it.
     Made,
-    /// The server has made nothing, because of the condition that this code is for.
-    ConditionNotMet(ResponseCode),
+    /// The server has made nothing, because of the prerequisite that this code is for.
+    PrerequisiteFailed(ResponseCode),
 }
 
 /// Returns what the answer to an update means. Whatever its signature says has been checked before.
 pub(crate) fn of_update(response: &Response, server: Server, zone: &Name) -> Result<UpdateResult, Failure> {
     match response.code {
         ResponseCode::NO_ERROR => Ok(UpdateResult::Made),
-        code if code.is_unmet_condition() => Ok(UpdateResult::ConditionNotMet(code)),
+        code if code.is_failed_prerequisite() => Ok(UpdateResult::PrerequisiteFailed(code)),
         ResponseCode::REFUSED => Err(Failure::Refused { server }),
         ResponseCode::NOT_AUTHORITATIVE | ResponseCode::NOT_IN_ZONE => {
             Err(Failure::NoZone { server, zone: zone.clone() })
@@ -51,13 +51,13 @@ pub(crate) fn records(
     zone: &Name,
     owner: &Name,
     kind: RecordType,
-) -> Result<Observed, Failure> {
+) -> Result<Rrset, Failure> {
     check_query(response, server, zone)?;
-    let mut observed = Observed::default();
+    let mut observed = Rrset::default();
     let mut ttl_s = None::<u32>;
     for record in response.answers.iter().filter(|record| record.owner == *owner) {
         match &record.content {
-            AnswerContent::Data(data) if data.kind() == kind => {
+            AnswerContent::Rdata(data) if data.kind() == kind => {
                 observed.values.insert(data.clone());
                 ttl_s = Some(ttl_s.map_or(record.ttl, |ttl_s| ttl_s.min(record.ttl)));
             }
@@ -88,13 +88,13 @@ pub(crate) fn is_older(serial: u32, other: u32) -> bool {
 
 /// Zone and records as a server has them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Version {
+pub(crate) struct ZoneState {
     pub(crate) serial: u32,
-    pub(crate) records: Observed,
+    pub(crate) records: Rrset,
 }
 
 /// Returns what another server lacks, compared with the one that accepts updates.
-pub(crate) fn lag(primary: &Version, other: &Version) -> Option<LagReason> {
+pub(crate) fn lag(primary: &ZoneState, other: &ZoneState) -> Option<LagReason> {
     if is_older(other.serial, primary.serial) {
         return Some(LagReason::Behind { serial: other.serial });
     }

@@ -7,9 +7,9 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Server;
-use crate::data::{Data, RecordType};
 use crate::failure::Failure;
 use crate::name::Name;
+use crate::rdata::{Rdata, RecordType};
 
 /// State of all records that is aimed at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,25 +39,25 @@ impl Goal {
 
 /// Record of the source, and the one in its place at the destination.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Replacement {
+pub struct RdataChange {
     /// Record at the source; none if it is new.
-    pub before: Option<Data>,
+    pub before: Option<Rdata>,
     /// Record at the destination; none if it ends.
-    pub after: Option<Data>,
+    pub after: Option<Rdata>,
 }
 
 /// Records that a server has for a name and a type.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Observed {
+pub struct Rrset {
     /// Their data; nothing if there are none.
-    pub values: BTreeSet<Data>,
+    pub values: BTreeSet<Rdata>,
     /// Their TTL in seconds; 0 if there are none.
     pub ttl_s: u32,
     /// Name whose alias this name is, in place of records.
     pub alias: Option<Name>,
 }
 
-impl fmt::Display for Observed {
+impl fmt::Display for Rrset {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(alias) = &self.alias {
             return write!(f, "an alias of {alias}");
@@ -68,9 +68,9 @@ impl fmt::Display for Observed {
 
 /// Records as they were found before the first change.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Survey {
+pub struct OriginalRrset {
     /// Records of the same name and type that are not the VM's. They stay.
-    pub others: BTreeSet<Data>,
+    pub others: BTreeSet<Rdata>,
     /// TTL in seconds, of all.
     pub ttl_s: u32,
     /// Time at which the TTL was seen to be low, in seconds since 1970.
@@ -81,25 +81,29 @@ pub struct Survey {
 
 /// Change of the records of one name and type.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Change {
+pub struct RrsetChange {
     /// Zone of the name.
     pub zone: Name,
     /// The name.
     pub owner: Name,
     /// Type of the records.
     pub kind: RecordType,
-    /// Records of the VM. Those that are not found at the source are removed from here by the survey.
-    pub replacements: Vec<Replacement>,
+    /// Records of the VM. Those that are not found at the source are removed from here when the originals are read.
+    pub rdata_changes: Vec<RdataChange>,
     /// Low TTL, in seconds.
     pub lowered_ttl_s: u32,
     /// TTL of records that are new, in seconds.
     pub new_ttl_s: u32,
     /// True if the records may be missing at the source: then nothing is changed.
     pub is_optional: bool,
+    /// TTL of the records in seconds before an earlier change, which has lowered it and was not finished; none if there was
+    /// none.
+    #[serde(default)]
+    pub original_ttl_s: Option<u32>,
     /// The records before the first change; none as long as they could not be read.
-    pub survey: Option<Survey>,
+    pub original: Option<OriginalRrset>,
     /// True if the answer to an update was lost: it may have an effect later.
-    pub is_unsettled: bool,
+    pub may_still_apply: bool,
     /// Progress.
     pub state: ChangeState,
 }
@@ -112,8 +116,8 @@ pub enum ChangeState {
     Pending,
     /// There is nothing to change.
     NotNeeded,
-    /// The server that accepts updates has what was aimed at.
-    Reached {
+    /// The primary has what was aimed at.
+    Made {
         /// Goal at that time.
         goal: Goal,
         /// TTL of the records in seconds, as it was read back.
@@ -126,7 +130,7 @@ pub enum ChangeState {
     /// The records are neither those of the source nor those of the destination. They are left alone.
     Conflict {
         /// The records.
-        found: Observed,
+        found: Rrset,
     },
     /// The servers could not be asked, or refuse.
     Failed {
@@ -156,10 +160,10 @@ pub enum LagReason {
     /// It has this version of the zone or a later one, and other records.
     Different {
         /// The records.
-        found: Observed,
+        found: Rrset,
     },
-    /// The server that accepts updates did not raise the serial number: others do not see that there is a change.
-    SerialStands {
+    /// The primary did not increment the serial number: secondaries do not see that there is a change.
+    SerialNotIncremented {
         /// The serial number.
         serial: u32,
     },
@@ -170,31 +174,31 @@ pub enum LagReason {
     },
 }
 
-impl Change {
+impl RrsetChange {
     /// Returns the VM's records at the source.
-    pub fn before(&self) -> BTreeSet<Data> {
-        self.replacements.iter().filter_map(|replacement| replacement.before.clone()).collect()
+    pub fn before(&self) -> BTreeSet<Rdata> {
+        self.rdata_changes.iter().filter_map(|rdata_change| rdata_change.before.clone()).collect()
     }
 
     /// Returns the VM's records at the destination.
-    pub fn after(&self) -> BTreeSet<Data> {
-        self.replacements.iter().filter_map(|replacement| replacement.after.clone()).collect()
+    pub fn after(&self) -> BTreeSet<Rdata> {
+        self.rdata_changes.iter().filter_map(|rdata_change| rdata_change.after.clone()).collect()
     }
 
     /// Returns true if a goal is reached at all servers.
     pub fn is_complete(&self, aim: Goal) -> bool {
         match &self.state {
             ChangeState::NotNeeded => true,
-            ChangeState::Reached { goal, lags, .. } => *goal == aim && lags.is_empty(),
+            ChangeState::Made { goal, lags, .. } => *goal == aim && lags.is_empty(),
             _ => false,
         }
     }
 
-    /// Returns true if a goal is reached at the server that accepts updates.
+    /// Returns true if a goal is reached at the primary.
     pub fn is_reached(&self, aim: Goal) -> bool {
         match &self.state {
             ChangeState::NotNeeded => true,
-            ChangeState::Reached { goal, .. } => *goal == aim,
+            ChangeState::Made { goal, .. } => *goal == aim,
             _ => false,
         }
     }
@@ -202,19 +206,19 @@ impl Change {
     /// Returns the last time at which a cache may still give the records of the source, in seconds since 1970; none if
     /// that is not known, or the records are not changed.
     pub fn stale_until_s(&self) -> Option<u64> {
-        let survey = self.survey.as_ref()?;
-        let switched_s = survey.switched_at_s?;
-        let low_ttl_s = u64::from(survey.ttl_s.min(self.lowered_ttl_s));
-        let original_ttl_s = u64::from(survey.ttl_s);
+        let original = self.original.as_ref()?;
+        let switched_s = original.switched_at_s?;
+        let low_ttl_s = u64::from(original.ttl_s.min(self.lowered_ttl_s));
+        let original_ttl_s = u64::from(original.ttl_s);
         // Read with the TTL that was found, right before that was lowered.
         let read_before_s =
-            survey.lowered_at_s.map_or(switched_s, |at_s| at_s.min(switched_s)) + original_ttl_s;
-        let read_later_s = if survey.lowered_at_s.is_some() { switched_s + low_ttl_s } else { 0 };
+            original.lowered_at_s.map_or(switched_s, |at_s| at_s.min(switched_s)) + original_ttl_s;
+        let read_later_s = if original.lowered_at_s.is_some() { switched_s + low_ttl_s } else { 0 };
         Some(read_before_s.max(read_later_s))
     }
 }
 
-fn write_values(f: &mut fmt::Formatter<'_>, values: &BTreeSet<Data>) -> fmt::Result {
+fn write_values(f: &mut fmt::Formatter<'_>, values: &BTreeSet<Rdata>) -> fmt::Result {
     if values.is_empty() {
         return f.write_str("nothing");
     }
@@ -224,7 +228,7 @@ fn write_values(f: &mut fmt::Formatter<'_>, values: &BTreeSet<Data>) -> fmt::Res
     Ok(())
 }
 
-impl fmt::Display for Change {
+impl fmt::Display for RrsetChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {} ", self.owner, self.kind)?;
         write_values(f, &self.before())?;
@@ -238,7 +242,7 @@ impl fmt::Display for ChangeState {
         match self {
             Self::Pending => f.write_str("not tried yet"),
             Self::NotNeeded => f.write_str("nothing to change"),
-            Self::Reached { goal, ttl_s, serial, lags } => {
+            Self::Made { goal, ttl_s, serial, lags } => {
                 let done = match goal {
                     Goal::Lowered => "unchanged, with a low TTL",
                     Goal::Switched => "changed, with a low TTL",
@@ -251,7 +255,7 @@ impl fmt::Display for ChangeState {
                 }
                 Ok(())
             }
-            Self::Conflict { found } => write!(f, "left alone: another hand has changed it to {found}"),
+            Self::Conflict { found } => write!(f, "left alone: another client has changed it to {found}"),
             Self::Failed { failure } => write!(f, "failed: {failure}"),
         }
     }
@@ -262,10 +266,10 @@ impl fmt::Display for LagReason {
         match self {
             Self::Behind { serial } => write!(f, "has the older serial {serial}"),
             Self::Different { found } => write!(f, "has {found}"),
-            Self::SerialStands { serial } => {
+            Self::SerialNotIncremented { serial } => {
                 write!(
                     f,
-                    "has changed the zone and kept the serial {serial}, so that other servers do not fetch it"
+                    "has changed the zone and kept the serial {serial}, so that secondaries do not fetch it"
                 )
             }
             Self::Failed { failure } => write!(f, "{failure}"),

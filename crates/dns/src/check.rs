@@ -1,23 +1,23 @@
 //! Pre-flight check: what would keep the names of a VM from following it. Nothing is changed.
 //!
-//! A server is asked for updates that it must not make: their condition is that the zone's own name has no records, which
+//! A server is asked for updates that it must not make: their prerequisite is that the zone's own name has no records, which
 //! is never true (RFC 2136, section 2.4.5). So its answer shows whether it accepts the key, serves the zone, and, as far as
-//! it looks at permissions before conditions (BIND does so in 9.18), whether it permits each of the changes.
+//! it looks at permissions before prerequisites (BIND does so in 9.18), whether it permits each of the changes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use proto::message::{Finding, Severity};
 
 use crate::answer::{self, UpdateResult};
-use crate::change::{Change, Goal, Observed, Survey};
+use crate::change::{Goal, OriginalRrset, Rrset, RrsetChange};
 use crate::client::{Client, now_s};
 use crate::config::CheckMode;
-use crate::data::RecordType;
 use crate::decide::{self, Step};
 use crate::failure::Failure;
 use crate::message::Update;
 use crate::name::Name;
-use crate::plan::{PlanError, Relocation, plan};
+use crate::rdata::RecordType;
+use crate::relocation::{Relocation, RelocationError, changes_of};
 use crate::tsig::KeyRejection;
 use crate::zones::{Zone, Zones};
 
@@ -28,9 +28,9 @@ pub fn check(zones: &Zones, relocation: &Relocation, mode: CheckMode) -> Vec<Fin
         CheckMode::Warn => Severity::Warning,
     };
     let mut checker = Checker { zones, severity, findings: Vec::new() };
-    match plan(zones.configs(), relocation) {
+    match changes_of(zones.configs(), relocation) {
         Ok(changes) => {
-            let mut by_zone: BTreeMap<Name, Vec<Change>> = BTreeMap::new();
+            let mut by_zone: BTreeMap<Name, Vec<RrsetChange>> = BTreeMap::new();
             for change in changes {
                 by_zone.entry(change.zone.clone()).or_default().push(change);
             }
@@ -40,7 +40,7 @@ pub fn check(zones: &Zones, relocation: &Relocation, mode: CheckMode) -> Vec<Fin
                 }
             }
         }
-        Err(PlanError::NoZone(name)) => checker.report_no_zone(&name),
+        Err(RelocationError::NoZone(name)) => checker.report_no_zone(&name),
     }
     checker.findings
 }
@@ -54,29 +54,29 @@ struct Checker<'a> {
 
 /// Change whose records are the source's.
 struct Known {
-    change: Change,
-    survey: Survey,
-    observed: Observed,
+    change: RrsetChange,
+    original: OriginalRrset,
+    observed: Rrset,
 }
 
 impl Checker<'_> {
-    fn problem(&mut self, code: &'static str, what: String, remedy: impl Into<String>) {
-        self.find(self.severity, code, what, remedy);
+    fn problem(&mut self, code: &'static str, what: String, advice: impl Into<String>) {
+        self.find(self.severity, code, what, advice);
     }
 
-    fn find(&mut self, severity: Severity, code: &'static str, what: String, remedy: impl Into<String>) {
-        self.findings.push(Finding::new(severity, code, what, remedy));
+    fn find(&mut self, severity: Severity, code: &'static str, what: String, advice: impl Into<String>) {
+        self.findings.push(Finding::new(severity, code, what, advice));
     }
 
-    fn check_zone(&mut self, name: &Name, changes: Vec<Change>) -> Result<(), Failure> {
+    fn check_zone(&mut self, name: &Name, changes: Vec<RrsetChange>) -> Result<(), Failure> {
         let zone = self.zones.zone(name)?;
         let mut client = Client::connect(zone.primary, Some(zone.key))?;
-        let conditions = vec![Update::impossible(name)];
-        let nothing = Update { zone: name.clone(), conditions, edits: vec![] };
+        let prerequisites = vec![Update::impossible(name)];
+        let nothing = Update { zone: name.clone(), prerequisites, edits: vec![] };
         if client.update(&nothing)? == UpdateResult::Made {
             self.problem(
                 "dns-conditions-ignored",
-                format!("the DNS server {} makes updates whose conditions are not met", zone.primary),
+                format!("the DNS server {} makes updates whose prerequisites are not met", zone.primary),
                 "it could overwrite what others have changed, so that Whimbrel does not use it: name another server",
             );
             return Ok(());
@@ -85,14 +85,14 @@ impl Checker<'_> {
         let (mut known, mut missing, mut having) = (Vec::new(), Vec::new(), BTreeSet::new());
         for mut change in changes {
             let observed = client.records(name, &change.owner, change.kind)?;
-            if observed != Observed::default() {
+            if observed != Rrset::default() {
                 having.insert(change.owner.clone());
             }
-            match decide::survey(&change, &observed) {
-                Some((_, replacements)) if replacements.is_empty() => missing.push(change),
-                Some((survey, replacements)) => {
-                    change.replacements = replacements;
-                    known.push(Known { change, survey, observed });
+            match decide::read_original(&change, &observed) {
+                Some((_, rdata_changes)) if rdata_changes.is_empty() => missing.push(change),
+                Some((original, rdata_changes)) => {
+                    change.rdata_changes = rdata_changes;
+                    known.push(Known { change, original, observed });
                 }
                 None => self.report_records(&change, &observed),
             }
@@ -100,26 +100,26 @@ impl Checker<'_> {
         // A name need not have all kinds of addresses that the VM has, but one of them.
         for change in missing.iter().filter(|change| change.kind != RecordType::Ptr) {
             if !having.contains(&change.owner) {
-                self.report_records(change, &Observed::default());
+                self.report_records(change, &Rrset::default());
             }
         }
         for known in &known {
             self.check_permission(&mut client, &zone, known)?;
         }
-        self.check_others(&zone, serial, &known);
+        self.check_secondaries(&zone, serial, &known);
         Ok(())
     }
 
-    /// Asks for a change with the condition that is never met, and for its own conditions without a change.
+    /// Asks for a change with the prerequisite that is never met, and for its own prerequisites without a change.
     fn check_permission(
         &mut self,
         client: &mut Client<'_>,
         zone: &Zone<'_>,
         known: &Known,
     ) -> Result<(), Failure> {
-        let Known { change, survey, observed } = known;
-        let conditions = decide::conditions(change, observed);
-        let unchanged = Update { zone: change.zone.clone(), conditions, edits: vec![] };
+        let Known { change, original, observed } = known;
+        let prerequisites = decide::prerequisites(change, observed);
+        let unchanged = Update { zone: change.zone.clone(), prerequisites, edits: vec![] };
         if client.update(&unchanged)? != UpdateResult::Made {
             self.problem(
                 "dns-record-different",
@@ -131,17 +131,17 @@ impl Checker<'_> {
             );
             return Ok(());
         }
-        let Step::Update(mut update) = decide::next_step(change, survey, Goal::Switched, observed) else {
+        let Step::Update(mut update) = decide::next_step(change, original, Goal::Switched, observed) else {
             return Ok(());
         };
-        update.conditions = vec![Update::impossible(&change.zone)];
+        update.prerequisites = vec![Update::impossible(&change.zone)];
         match client.update(&update) {
             Ok(_) => {
                 self.find(
                     Severity::Info,
                     "dns-ready",
                     format!("{change} can be changed at {}", zone.primary),
-                    ttl_advice(survey.ttl_s, change.lowered_ttl_s),
+                    ttl_advice(original.ttl_s, change.lowered_ttl_s),
                 );
                 Ok(())
             }
@@ -157,9 +157,9 @@ impl Checker<'_> {
         }
     }
 
-    /// Compares the other servers of a zone with the one that accepts updates.
-    fn check_others(&mut self, zone: &Zone<'_>, serial: u32, known: &[Known]) {
-        for server in zone.others {
+    /// Compares the secondaries of a zone with its primary.
+    fn check_secondaries(&mut self, zone: &Zone<'_>, serial: u32, known: &[Known]) {
+        for server in zone.secondaries {
             let checked = Client::connect(*server, None).and_then(|mut client| {
                 let its_serial = client.serial(zone.name)?;
                 for Known { change, .. } in known {
@@ -172,7 +172,7 @@ impl Checker<'_> {
                     Severity::Warning,
                     "dns-server-behind",
                     format!("the DNS server {server} has the serial {its_serial} of {}, not {serial}", zone.name),
-                    "make the server that accepts updates notify it; else clients learn the new addresses late",
+                    "make the primary notify it; else clients learn the new addresses late",
                 ),
                 Ok(_) => {}
                 Err(failure) => self.find(
@@ -186,7 +186,7 @@ impl Checker<'_> {
     }
 
     /// Reports records that are not those of the source.
-    fn report_records(&mut self, change: &Change, observed: &Observed) {
+    fn report_records(&mut self, change: &RrsetChange, observed: &Rrset) {
         let name = format!("{} {}", change.owner, change.kind);
         if let Some(alias) = &observed.alias {
             self.problem(
@@ -229,7 +229,7 @@ impl Checker<'_> {
                 what,
                 "start it, permit this host to reach it by TCP, or correct `servers`",
             ),
-            Failure::Key { rejection: KeyRejection::Time { server_s }, .. } => {
+            Failure::Key { rejection: KeyRejection::BadTime { server_s }, .. } => {
                 let difference = server_s.map(|server_s| server_s.abs_diff(now_s()));
                 let by = difference.map_or(String::new(), |seconds| format!(", now by {seconds} s"));
                 self.problem("dns-clock", format!("{what}{by}"), "set both clocks, for instance by NTP");
@@ -258,8 +258,8 @@ impl Checker<'_> {
             Failure::NotConfigured { .. } => self.report_no_zone(zone),
             Failure::Malformed { .. }
             | Failure::Code { .. }
-            | Failure::Unsteady { .. }
-            | Failure::Unsettled
+            | Failure::Contended { .. }
+            | Failure::LostAnswer
             | Failure::NotRecorded { .. } => {
                 self.problem("dns-server-failed", what, "look at the server's log");
             }

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::answer::{self, UpdateResult};
-use crate::change::Observed;
+use crate::change::Rrset;
 use crate::config::Server;
-use crate::data::RecordType;
 use crate::failure::Failure;
 use crate::message::{Response, TYPE_SOA, Update, query};
 use crate::name::Name;
+use crate::rdata::RecordType;
 use crate::tsig::{Key, SignatureError};
 
 /// Longest time for a connection, or for an answer.
@@ -44,12 +44,7 @@ impl<'a> Client<'a> {
     }
 
     /// Returns the records of a name.
-    pub(crate) fn records(
-        &mut self,
-        zone: &Name,
-        owner: &Name,
-        kind: RecordType,
-    ) -> Result<Observed, Failure> {
+    pub(crate) fn records(&mut self, zone: &Name, owner: &Name, kind: RecordType) -> Result<Rrset, Failure> {
         let response = self.exchange(|id| query(id, owner, kind.code()))?;
         answer::records(&response, self.server, zone, owner, kind)
     }

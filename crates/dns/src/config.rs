@@ -11,8 +11,8 @@ use std::path::PathBuf;
 use proto::HostId;
 use serde::{Deserialize, Serialize};
 
-use crate::data::ServicePlace;
 use crate::name::Name;
+use crate::rdata::SrvData;
 use crate::tsig::Algorithm;
 
 /// Port of DNS.
@@ -186,9 +186,9 @@ pub struct ServiceConfig {
 
 impl ServiceConfig {
     /// Returns the data of its record.
-    pub(crate) fn place(&self) -> ServicePlace {
+    pub(crate) fn place(&self) -> SrvData {
         let Self { priority, weight, port, ref target, .. } = *self;
-        ServicePlace { priority, weight, port, target: target.clone() }
+        SrvData { priority, weight, port, target: target.clone() }
     }
 }
 

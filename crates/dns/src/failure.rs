@@ -87,13 +87,13 @@ pub enum Failure {
     #[error(
         "the DNS server {server} denies the records that it gives: a wildcard makes them, or they change all the time"
     )]
-    Unsteady {
+    Contended {
         /// The server.
         server: Server,
     },
     /// An update whose answer was lost may still have an effect: the records are read again.
     #[error("the answer to an update was lost; the records are read again")]
-    Unsettled,
+    LostAnswer,
     /// The state could not be recorded; nothing is changed without that.
     #[error("cannot record the changes: {reason}")]
     NotRecorded {
@@ -104,9 +104,9 @@ pub enum Failure {
 
 fn rejection_text(rejection: KeyRejection) -> String {
     match rejection {
-        KeyRejection::Signature => "its secret is another one (BADSIG)".to_owned(),
-        KeyRejection::Unknown => "it has no key of this name and algorithm (BADKEY)".to_owned(),
-        KeyRejection::Time { .. } => "the clocks differ by more than five minutes (BADTIME)".to_owned(),
+        KeyRejection::BadSig => "its secret is another one (BADSIG)".to_owned(),
+        KeyRejection::BadKey => "it has no key of this name and algorithm (BADKEY)".to_owned(),
+        KeyRejection::BadTime { .. } => "the clocks differ by more than five minutes (BADTIME)".to_owned(),
         KeyRejection::Other(code) => format!("code {code}"),
     }
 }
@@ -123,9 +123,9 @@ impl Failure {
             Self::Unreachable { .. }
             | Self::Malformed { .. }
             | Self::Code { .. }
-            | Self::Unsteady { .. }
+            | Self::Contended { .. }
             | Self::NotRecorded { .. }
-            | Self::Unsettled => true,
+            | Self::LostAnswer => true,
             Self::Unsigned { .. }
             | Self::WrongSignature { .. }
             | Self::Key { .. }

@@ -5,8 +5,8 @@
 //! connections do not depend on this: a server of DNS that refuses or is away costs new connections by name alone, and
 //! is tried again.
 //!
-//! - **Only what is known is replaced.** Each update has the records that were just read as its condition. A name that
-//!   another hand has changed is left alone, and reported.
+//! - **Only what is known is replaced.** Each update has the records that were just read as its prerequisite. A name
+//!   that another client has changed is left alone, and reported.
 //! - **The state is read, never remembered.** Each attempt asks the server what it has, and decides from that. So any of
 //!   them may be repeated, in any order, by this agent or by the next one. Only what was found before the first change is
 //!   recorded, before it is made.
@@ -23,12 +23,12 @@
 //! for finding in dns::check(&Zones::load(&config.zones), &relocation, config.check) {
 //!     println!("{}; {}", finding.what, finding.advice);
 //! }
-//! let updater = Updater::prepare(Zones::load(&config.zones), &relocation, Path::new("/run/web1.dns"))?;
+//! let updater = Updater::prepare(Zones::load(&config.zones), &relocation, Path::new("/run/web1.dns"), &[])?;
 //! // The VM runs at the destination.
 //! updater.switch();
 //! println!("{:?}", updater.wait(Duration::from_secs(5)).progress());
 //! // No connection uses an old address any longer.
-//! updater.restore();
+//! updater.restore_ttl();
 //! updater.wait(Duration::from_secs(5));
 //! updater.finish()?;
 //! # Ok(())
@@ -37,50 +37,50 @@
 //!
 //! | module | is |
 //! |---|---|
-//! | `name`, `data`, `wire` | domain names and records, and their bytes; pure |
+//! | `name`, `rdata`, `wire` | domain names and records, and their bytes; pure |
 //! | `message` | queries, updates and answers; pure |
 //! | `tsig`, `key_file` | signatures, and the keys for them |
 //! | `config` | zones, servers, and the names of VMs |
-//! | `plan` | which records change, and in which order; pure |
+//! | `relocation` | which records change, and in which order; pure |
 //! | `decide` | which update follows from the records that were read; pure |
 //! | `answer` | what an answer means; pure |
 //! | `retry` | when the next attempt is; pure |
 //! | `client` | connections to servers |
-//! | `record` | what was found, in a file |
-//! | `pass`, `updater` | carry out the decisions, in a thread |
+//! | `change_set` | what was found, in a file |
+//! | `attempt`, `updater` | carry out the decisions, in a thread |
 //! | `check` | the pre-flight check |
 
 mod answer;
+mod attempt;
 mod change;
+mod change_set;
 mod check;
 mod client;
 mod config;
-mod data;
 mod decide;
 mod failure;
 mod key_file;
 mod message;
 mod name;
-mod pass;
-mod plan;
-mod record;
+mod rdata;
+mod relocation;
 mod retry;
 mod tsig;
 mod updater;
 mod wire;
 mod zones;
 
-pub use change::{Change, ChangeState, Goal, Lag, LagReason, Observed, Replacement, Survey};
+pub use change::{ChangeState, Goal, Lag, LagReason, OriginalRrset, RdataChange, Rrset, RrsetChange};
+pub use change_set::{ChangeSet, Progress};
 pub use check::check;
 pub use config::{
     CheckMode, DnsConfig, DnsConfigError, Server, ServerError, ServiceConfig, VmNames, ZoneConfig,
 };
-pub use data::{Data, RecordType, ServicePlace};
 pub use failure::Failure;
 pub use message::ResponseCode;
 pub use name::{Name, NameError};
-pub use plan::{AddressChange, PlanError, Relocation, ServiceChange, plan};
-pub use record::{ChangeJournal, Progress};
+pub use rdata::{Rdata, RecordType, SrvData};
+pub use relocation::{AddressChange, Relocation, RelocationError, ServiceChange, changes_of};
 pub use tsig::{Algorithm, KeyRejection};
 pub use updater::{PrepareError, Updater};
 pub use zones::Zones;

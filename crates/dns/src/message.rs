@@ -7,13 +7,13 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::data::{Data, RecordType};
 use crate::name::Name;
+use crate::rdata::{Rdata, RecordType};
 use crate::wire::{Malformed, Reader};
 
 const CLASS_IN: u16 = 1;
 const CLASS_NONE: u16 = 254;
-/// Class of the records that are signatures, and of conditions about any data.
+/// Class of the records that are signatures, and of prerequisites about any data.
 pub(crate) const CLASS_ANY: u16 = 255;
 
 const TYPE_CNAME: u16 = 5;
@@ -52,8 +52,8 @@ impl ResponseCode {
     /// A name is not in the zone.
     pub const NOT_IN_ZONE: Self = Self(10);
 
-    /// Returns true if the answer to an update says that a condition of it is not met.
-    pub(crate) fn is_unmet_condition(self) -> bool {
+    /// Returns true if the answer to an update says that a prerequisite of it is not met.
+    pub(crate) fn is_failed_prerequisite(self) -> bool {
         [Self::NAME_MISSING, Self::NAME_EXISTS, Self::RECORDS_EXIST, Self::RECORDS_MISSING].contains(&self)
     }
 }
@@ -71,56 +71,56 @@ impl fmt::Display for ResponseCode {
     }
 }
 
-/// Condition of an update (RFC 2136, section 2.4).
+/// Prerequisite of an update (RFC 2136, section 2.4).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Condition {
+pub(crate) enum Prerequisite {
     /// The name has this record. Those of one name and type have to be all that it has.
-    Has(Name, Data),
+    RrsetExists(Name, Rdata),
     /// The name has no record of this type.
-    HasNone(Name, RecordType),
+    RrsetDoesNotExist(Name, RecordType),
     /// The name has no record at all.
-    IsUnused(Name),
+    NameIsNotInUse(Name),
 }
 
 /// Change of a zone (RFC 2136, section 2.5).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Edit {
     /// Adds a record, or sets the TTL of the one that has the same data.
-    Add(Name, u32, Data),
+    Add(Name, u32, Rdata),
     /// Removes a record, if it is there.
-    Remove(Name, Data),
+    Remove(Name, Rdata),
 }
 
-/// Update of a zone: all of its edits, or none if a condition is not met.
+/// Update of a zone: all of its edits, or none if a prerequisite is not met.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Update {
     pub(crate) zone: Name,
-    pub(crate) conditions: Vec<Condition>,
+    pub(crate) prerequisites: Vec<Prerequisite>,
     pub(crate) edits: Vec<Edit>,
 }
 
 impl Update {
-    /// Returns a condition that is never met: a zone's own name always has records.
-    pub(crate) fn impossible(zone: &Name) -> Condition {
-        Condition::IsUnused(zone.clone())
+    /// Returns a prerequisite that is never met: a zone's own name always has records.
+    pub(crate) fn impossible(zone: &Name) -> Prerequisite {
+        Prerequisite::NameIsNotInUse(zone.clone())
     }
 
     pub(crate) fn encode(&self, id: u16) -> Vec<u8> {
         // A message with more records than that is too long for any connection.
-        let counts = [1, self.conditions.len() as u16, self.edits.len() as u16, 0];
+        let counts = [1, self.prerequisites.len() as u16, self.edits.len() as u16, 0];
         let mut message = header(id, OPCODE_UPDATE, counts);
         question(&mut message, &self.zone, TYPE_SOA);
-        for condition in &self.conditions {
-            match condition {
-                Condition::Has(owner, data) => {
+        for prerequisite in &self.prerequisites {
+            match prerequisite {
+                Prerequisite::RrsetExists(owner, data) => {
                     record(&mut message, owner, data.kind().code(), CLASS_IN, 0);
                     data.write(&mut message);
                 }
-                Condition::HasNone(owner, kind) => {
+                Prerequisite::RrsetDoesNotExist(owner, kind) => {
                     record(&mut message, owner, kind.code(), CLASS_NONE, 0);
                     message.extend([0, 0]);
                 }
-                Condition::IsUnused(owner) => {
+                Prerequisite::NameIsNotInUse(owner) => {
                     record(&mut message, owner, TYPE_ANY, CLASS_NONE, 0);
                     message.extend([0, 0]);
                 }
@@ -174,7 +174,7 @@ pub(crate) struct AnswerRecord {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum AnswerContent {
     /// Data of the types that this crate changes.
-    Data(Data),
+    Rdata(Rdata),
     /// The name is another name's alias (CNAME).
     Alias(Name),
     /// Serial number of a zone (SOA).
@@ -251,7 +251,7 @@ fn read_record(reader: &mut Reader<'_>) -> Result<(AnswerRecord, u16), Malformed
             data.bytes(16)?;
             AnswerContent::Serial(serial)
         }
-        _ => Data::read(type_code, &mut data)?.map_or(AnswerContent::Other, AnswerContent::Data),
+        _ => Rdata::read(type_code, &mut data)?.map_or(AnswerContent::Other, AnswerContent::Rdata),
     };
     if content != AnswerContent::Other && data.at() != reader.at() {
         return Err(data.malformed("the data of a record has another length"));

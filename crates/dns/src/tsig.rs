@@ -75,11 +75,11 @@ impl fmt::Display for Algorithm {
 #[serde(rename_all = "kebab-case")]
 pub enum KeyRejection {
     /// The signature is wrong: the secret is another one (BADSIG).
-    Signature,
+    BadSig,
     /// The server has no key of this name and algorithm (BADKEY).
-    Unknown,
+    BadKey,
     /// The clocks differ by more than five minutes (BADTIME).
-    Time {
+    BadTime {
         /// Clock of the server in seconds since 1970, if it states it.
         server_s: Option<u64>,
     },
@@ -119,7 +119,7 @@ impl fmt::Debug for Key {
 }
 
 /// Record of a signature.
-struct Signature<'a> {
+struct TsigRecord<'a> {
     key: Name,
     algorithm: Name,
     time_s: u64,
@@ -170,10 +170,10 @@ impl Key {
         request: &[u8],
         now_s: u64,
     ) -> Result<(), SignatureError> {
-        let signature = Signature::read(answer, at)?;
+        let signature = TsigRecord::read(answer, at)?;
         let rejection = signature.rejection();
         // A server that cannot use the key cannot sign.
-        if let Some(rejection @ (KeyRejection::Unknown | KeyRejection::Signature)) = rejection {
+        if let Some(rejection @ (KeyRejection::BadKey | KeyRejection::BadSig)) = rejection {
             return Err(SignatureError::Rejected(rejection));
         }
         if signature.key != self.name
@@ -200,7 +200,7 @@ impl Key {
         let difference = Duration::from_secs(signature.time_s.abs_diff(now_s));
         if difference > Duration::from_secs(FUDGE_S.into()) {
             let server_s = Some(signature.time_s);
-            return Err(SignatureError::Rejected(KeyRejection::Time { server_s }));
+            return Err(SignatureError::Rejected(KeyRejection::BadTime { server_s }));
         }
         Ok(())
     }
@@ -220,7 +220,7 @@ impl Key {
     }
 }
 
-impl<'a> Signature<'a> {
+impl<'a> TsigRecord<'a> {
     fn read(message: &'a [u8], at: usize) -> Result<Self, Malformed> {
         let mut reader = Reader::new(message).moved_to(at);
         let key = Name::read(&mut reader)?;
@@ -245,13 +245,13 @@ impl<'a> Signature<'a> {
     fn rejection(&self) -> Option<KeyRejection> {
         Some(match self.error {
             0 => return None,
-            16 => KeyRejection::Signature,
-            17 => KeyRejection::Unknown,
+            16 => KeyRejection::BadSig,
+            17 => KeyRejection::BadKey,
             18 => {
                 let server = <[u8; 6]>::try_from(self.other).ok();
                 let server_s =
                     server.map(|server| server.iter().fold(0, |all, byte| (all << 8) | u64::from(*byte)));
-                KeyRejection::Time { server_s }
+                KeyRejection::BadTime { server_s }
             }
             other => KeyRejection::Other(other),
         })

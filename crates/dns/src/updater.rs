@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use tracing::warn;
 
+use crate::attempt::attempt_all;
 use crate::change::Goal;
-use crate::pass::pass;
-use crate::plan::{PlanError, Relocation, plan};
-use crate::record::{ChangeJournal, Progress, RecordFile};
+use crate::change_set::{ChangeSet, ChangeSetFile, Progress};
+use crate::relocation::{Relocation, RelocationError, changes_of};
 use crate::retry::delay;
 use crate::zones::Zones;
 
@@ -21,26 +21,26 @@ use crate::zones::Zones;
 pub enum PrepareError {
     /// A name is in no zone.
     #[error(transparent)]
-    Plan(#[from] PlanError),
-    /// The record cannot be kept, or the thread cannot be started.
-    #[error("cannot keep a record of the names' changes")]
+    Plan(#[from] RelocationError),
+    /// The file cannot be kept, or the thread cannot be started.
+    #[error("cannot keep a file of the names' changes")]
     Record(#[from] io::Error),
 }
 
 /// Changes the records of one VM, in a thread, until the goal is reached. What fails is tried again. If this is dropped,
-/// the thread ends after what it is doing, and the record stays.
+/// the thread ends after what it is doing, and the file stays.
 #[derive(Debug)]
 pub struct Updater {
     commands: Sender<Command>,
     shared: Arc<Shared>,
-    file: RecordFile,
+    file: ChangeSetFile,
     thread: JoinHandle<()>,
 }
 
 #[derive(Debug)]
 enum Command {
     /// Aims at another goal.
-    Pursue(Goal),
+    SetGoal(Goal),
     /// Tries at once, whatever the last attempts gave.
     Retry,
     /// Ends.
@@ -55,7 +55,7 @@ struct Shared {
 
 #[derive(Debug)]
 struct Standing {
-    record: ChangeJournal,
+    change_set: ChangeSet,
     /// Goal that was asked for last.
     wanted: Goal,
 }
@@ -67,16 +67,23 @@ impl Shared {
 }
 
 impl Updater {
-    /// Records the changes of a VM in a file, and begins to lower the TTLs of its records.
+    /// Records the changes of a VM in a file, and begins to lower the TTLs of its records. Changes of the same VM that are
+    /// not finished, and are to be [abandoned](Self::abandon) then, tell the TTLs that they have lowered.
     ///
     /// # Errors
     /// If a name is in no zone, or the file exists already or cannot be written. Servers give no errors here: see
-    /// [`record`](Self::record).
-    pub fn prepare(zones: Zones, relocation: &Relocation, file: &Path) -> Result<Self, PrepareError> {
-        let record = ChangeJournal::new(plan(zones.configs(), relocation)?);
-        let file = RecordFile::new(file);
-        file.create(&record)?;
-        let started = Self::start(zones, record, file.clone());
+    /// [`change_set`](Self::change_set).
+    pub fn prepare(
+        zones: Zones,
+        relocation: &Relocation,
+        file: &Path,
+        unfinished: &[ChangeSet],
+    ) -> Result<Self, PrepareError> {
+        let mut change_set = ChangeSet::new(changes_of(zones.configs(), relocation)?);
+        change_set.adopt_ttls(unfinished);
+        let file = ChangeSetFile::new(file);
+        file.create(&change_set)?;
+        let started = Self::start(zones, change_set, file.clone());
         // Nothing has been changed.
         Ok(started.inspect_err(|_| drop(file.remove()))?)
     }
@@ -86,34 +93,34 @@ impl Updater {
     /// # Errors
     /// If the file cannot be read.
     pub fn resume(zones: Zones, file: &Path) -> io::Result<Option<Self>> {
-        let file = RecordFile::new(file);
-        file.load()?.map(|record| Self::start(zones, record, file)).transpose()
+        let file = ChangeSetFile::new(file);
+        file.load()?.map(|change_set| Self::start(zones, change_set, file)).transpose()
     }
 
-    fn start(zones: Zones, record: ChangeJournal, file: RecordFile) -> io::Result<Self> {
-        let standing = Mutex::new(Standing { wanted: record.goal, record: record.clone() });
+    fn start(zones: Zones, change_set: ChangeSet, file: ChangeSetFile) -> io::Result<Self> {
+        let standing = Mutex::new(Standing { wanted: change_set.goal, change_set: change_set.clone() });
         let shared = Arc::new(Shared { standing, changed: Condvar::new() });
         let (commands, received) = mpsc::channel();
         let (its_shared, its_file) = (Arc::clone(&shared), file.clone());
         let thread = thread::Builder::new()
             .name("dns".to_owned())
-            .spawn(move || work(&zones, record, &its_file, &received, &its_shared))?;
+            .spawn(move || work(&zones, change_set, &its_file, &received, &its_shared))?;
         Ok(Self { commands, shared, file, thread })
     }
 
     /// Changes the records to those of the destination: the VM runs there. Returns at once.
     pub fn switch(&self) {
-        self.pursue(Goal::Switched);
+        self.set_goal(Goal::Switched);
     }
 
     /// Gives the records of the destination the TTL that was found. Returns at once.
-    pub fn restore(&self) {
-        self.pursue(Goal::Restored);
+    pub fn restore_ttl(&self) {
+        self.set_goal(Goal::Restored);
     }
 
     /// Gives the records back what was found, with their TTL: the VM stays at the source. Returns at once.
     pub fn undo(&self) {
-        self.pursue(Goal::Undone);
+        self.set_goal(Goal::Undone);
     }
 
     /// Tries at once what has failed, for instance after a key was mended. Returns at once.
@@ -122,9 +129,9 @@ impl Updater {
         let _ = self.commands.send(Command::Retry);
     }
 
-    fn pursue(&self, goal: Goal) {
+    fn set_goal(&self, goal: Goal) {
         self.shared.lock().wanted = goal;
-        let _ = self.commands.send(Command::Pursue(goal));
+        let _ = self.commands.send(Command::SetGoal(goal));
     }
 
     /// Returns the goal that was asked for last.
@@ -132,23 +139,23 @@ impl Updater {
         self.shared.lock().wanted
     }
 
-    /// Returns how far all changes are. The goal of this record may still be an older one.
-    pub fn record(&self) -> ChangeJournal {
-        self.shared.lock().record.clone()
+    /// Returns how far all changes are. The goal of this set may still be an older one.
+    pub fn change_set(&self) -> ChangeSet {
+        self.shared.lock().change_set.clone()
     }
 
     /// Waits until the goal that was asked for last is reached at all servers, for a limited time. Returns how far all
     /// changes are then.
-    pub fn wait(&self, limit: Duration) -> ChangeJournal {
-        self.wait_until(limit, |record| record.progress() == Progress::Complete)
+    pub fn wait(&self, limit: Duration) -> ChangeSet {
+        self.wait_until(limit, |change_set| change_set.progress() == Progress::Complete)
     }
 
-    /// Waits until a condition is true of a record with the goal that was asked for last, for a limited time. Returns the
-    /// record, whichever it is then.
-    pub fn wait_until(&self, limit: Duration, is_enough: impl Fn(&ChangeJournal) -> bool) -> ChangeJournal {
+    /// Waits until a condition is true of a set with the goal that was asked for last, for a limited time. Returns the
+    /// set, whichever it is then.
+    pub fn wait_until(&self, limit: Duration, is_enough: impl Fn(&ChangeSet) -> bool) -> ChangeSet {
         let deadline = Instant::now() + limit;
         let mut standing = self.shared.lock();
-        while standing.record.goal != standing.wanted || !is_enough(&standing.record) {
+        while standing.change_set.goal != standing.wanted || !is_enough(&standing.change_set) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
@@ -156,30 +163,40 @@ impl Updater {
             let waited = self.shared.changed.wait_timeout(standing, left);
             standing = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        standing.record.clone()
+        standing.change_set.clone()
     }
 
     /// Ends the thread, after what it is doing; the file stays for [`resume`](Self::resume). Returns how far all changes
     /// are.
-    pub fn close(self) -> ChangeJournal {
+    pub fn suspend(self) -> ChangeSet {
         self.end();
         let Self { shared, thread, .. } = self;
         if thread.join().is_err() {
             warn!("the thread that changes names has panicked");
         }
         let standing = shared.lock();
-        standing.record.clone()
+        standing.change_set.clone()
     }
 
     /// Ends the thread, and removes the file: all changes are made, or the others are given up. Returns the changes.
     ///
     /// # Errors
     /// If the file cannot be removed.
-    pub fn finish(self) -> io::Result<ChangeJournal> {
+    pub fn finish(self) -> io::Result<ChangeSet> {
         let file = self.file.clone();
-        let record = self.close();
+        let change_set = self.suspend();
         file.remove()?;
-        Ok(record)
+        Ok(change_set)
+    }
+
+    /// Removes the file, and lets the thread end by itself: nobody waits for a server. It begins nothing any more; what it
+    /// has sent may have an effect.
+    ///
+    /// # Errors
+    /// If the file cannot be removed.
+    pub fn abandon(self) -> io::Result<()> {
+        self.end();
+        self.file.give_up()
     }
 
     fn end(&self) {
@@ -190,8 +207,8 @@ impl Updater {
 /// Body of the thread.
 fn work(
     zones: &Zones,
-    mut record: ChangeJournal,
-    file: &RecordFile,
+    mut change_set: ChangeSet,
+    file: &ChangeSetFile,
     commands: &Receiver<Command>,
     shared: &Shared,
 ) {
@@ -204,11 +221,11 @@ fn work(
         };
         match command {
             Ok(Command::End) | Err(RecvTimeoutError::Disconnected) => break,
-            Ok(Command::Pursue(goal)) => {
-                record.goal = goal;
+            Ok(Command::SetGoal(goal)) => {
+                change_set.goal = goal;
                 attempts = 0;
                 due = Some(Instant::now());
-                if let Err(error) = file.save(&record) {
+                if let Err(error) = file.save(&change_set) {
                     warn!("cannot record that names are to be changed: {error}");
                 }
             }
@@ -217,10 +234,10 @@ fn work(
                 due = Some(Instant::now());
             }
             Err(RecvTimeoutError::Timeout) => {
-                pass(zones, &mut record, file);
+                attempt_all(zones, &mut change_set, file);
                 attempts += 1;
-                due = delay(&record, attempts).map(|delay| Instant::now() + delay);
-                shared.lock().record.clone_from(&record);
+                due = delay(&change_set, attempts).map(|delay| Instant::now() + delay);
+                shared.lock().change_set.clone_from(&change_set);
                 shared.changed.notify_all();
             }
         }

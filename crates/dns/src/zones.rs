@@ -20,10 +20,10 @@ pub struct Zones {
 pub(crate) struct Zone<'a> {
     pub(crate) name: &'a Name,
     pub(crate) key: &'a Key,
-    /// The server that accepts updates.
+    /// The primary server, which accepts updates.
     pub(crate) primary: Server,
-    /// The other servers.
-    pub(crate) others: &'a [Server],
+    /// The secondary servers.
+    pub(crate) secondaries: &'a [Server],
 }
 
 impl Zones {
@@ -40,7 +40,7 @@ impl Zones {
         Self { configs: configs.to_vec(), keys }
     }
 
-    /// Returns the zones whose keys cannot be used, each with the reason and its remedy.
+    /// Returns the zones whose keys cannot be used, each with the reason and advice.
     pub fn unusable(&self) -> impl Iterator<Item = (&Name, &str)> {
         self.keys.iter().filter_map(|(name, key)| Some((name, key.as_ref().err()?.as_str())))
     }
@@ -53,9 +53,9 @@ impl Zones {
     pub(crate) fn zone(&self, name: &Name) -> Result<Zone<'_>, Failure> {
         let missing = || Failure::NotConfigured { zone: name.clone() };
         let config = self.configs.iter().find(|zone| zone.zone == *name).ok_or_else(missing)?;
-        let (primary, others) = config.servers.split_first().ok_or_else(missing)?;
+        let (primary, secondaries) = config.servers.split_first().ok_or_else(missing)?;
         let key = self.keys.get(name).ok_or_else(missing)?;
         let key = key.as_ref().map_err(|reason| Failure::KeyFile { reason: reason.clone() })?;
-        Ok(Zone { name: &config.zone, key, primary: *primary, others })
+        Ok(Zone { name: &config.zone, key, primary: *primary, secondaries })
     }
 }

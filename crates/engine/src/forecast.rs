@@ -56,7 +56,7 @@ impl Estimate {
 /// Forecast of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrationForecast {
-    /// How the migration is expected to end.
+    /// Expected end of the migration.
     pub end: MigrationEnd,
     /// True if rounds alone are expected to bring the downtime below its limit.
     pub converges: bool,

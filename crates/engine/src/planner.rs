@@ -13,6 +13,7 @@
 //! What is impossible is a [`Refusal`] with its reason and a way out. [`matrix()`] answers which VM could run where, and
 //! why not.
 
+mod affinity_groups;
 mod balance;
 mod cost;
 mod drain;
@@ -28,14 +29,13 @@ mod refusal;
 mod request;
 mod schedule;
 mod spread;
-mod units;
 
 pub use inventory::Inventory;
 pub use matrix::{
-    CommonCpuModel, LimitingCpuModel, PlacementMatrix, PlacementMatrixCell, PlacementMatrixRow, matrix,
+    CommonCpuModel, NextCpuModel, PlacementMatrix, PlacementMatrixCell, PlacementMatrixRow, matrix,
 };
 pub use obstacle::Obstacle;
-pub use plan::{DeadlineOutlook, MoveReason, PlacementPlan, PlannedMove, RemainingVm, StayReason};
+pub use plan::{DeadlineOutlook, MoveReason, PlacementPlan, PlannedMove, StayReason, StayingVm};
 pub use refusal::Refusal;
 pub use request::{Hysteresis, MoveLimits, Placement, PlanGoal, PlanRequest};
 

@@ -32,7 +32,7 @@ pub struct PushPolicy {
     /// Parts since then, up to the next adjustment.
     timings: Vec<PartTiming>,
     /// True once parts are long enough.
-    is_settled: bool,
+    has_grown: bool,
     pace_bytes_per_s: Option<u64>,
     /// Consecutive adjustments that found no pace beyond the rate of the link.
     on_time: u32,
@@ -112,7 +112,7 @@ impl PushPolicy {
 
     /// Returns true if the next part is one of half the size.
     fn is_small(&self) -> bool {
-        self.is_settled && self.timings.len().is_multiple_of(2)
+        self.has_grown && self.timings.len().is_multiple_of(2)
     }
 
     /// Learns from a part.
@@ -127,10 +127,10 @@ impl PushPolicy {
         if self.spread > Self::MAX_INFORMATIVE_SPREAD {
             return;
         }
-        if self.is_settled {
+        if self.has_grown {
             self.adjust(part);
         } else if self.is_no_faster(part) {
-            self.settle(part);
+            self.end_growth(part);
         } else {
             self.data_pages *= 2;
         }
@@ -147,8 +147,8 @@ impl PushPolicy {
     }
 
     /// Ends the growth of parts: they are long enough, and the rate of the link is known.
-    fn settle(&mut self, part: PushedPart) {
-        self.is_settled = true;
+    fn end_growth(&mut self, part: PushedPart) {
+        self.has_grown = true;
         let rate = per_second(part.wire_bytes, part.duration_ns);
         let more = self.last.map_or(0, |last| {
             let (bytes, ns) = (
@@ -229,7 +229,7 @@ impl Default for PushPolicy {
             spread: 1,
             last: None,
             timings: Vec::new(),
-            is_settled: false,
+            has_grown: false,
             pace_bytes_per_s: None,
             on_time: 0,
         }
@@ -274,7 +274,7 @@ mod tests {
     }
 
     /// Returns the final duration of parts, in milliseconds, and the used share of the link's rate.
-    fn settled(link: Link) -> (u64, f64) {
+    fn grown(link: Link) -> (u64, f64) {
         let mut push = PushPolicy::default();
         (0..256).for_each(|_| _ = link.carry(&mut push));
         // One part of either size.
@@ -288,10 +288,10 @@ mod tests {
     #[test]
     fn parts_are_short_on_short_links_and_longer_on_long_ones() {
         for bytes_per_s in [12_500_000, 125_000_000, 1_250_000_000] {
-            let (part_ms, share) = settled(Link { bytes_per_s, long_ms: 0 });
+            let (part_ms, share) = grown(Link { bytes_per_s, long_ms: 0 });
             assert!((4..=64).contains(&part_ms) && share > 0.93, "{bytes_per_s}: {part_ms} ms, {share}");
             for long_ms in [1, 10, 100] {
-                let (part_ms, share) = settled(Link { bytes_per_s, long_ms });
+                let (part_ms, share) = grown(Link { bytes_per_s, long_ms });
                 assert!(share > 0.85, "{bytes_per_s} bytes/s, {long_ms} ms: {part_ms} ms, {share}");
                 assert!(part_ms <= 64 + 64 * long_ms, "{bytes_per_s} bytes/s, {long_ms} ms: {part_ms} ms");
             }

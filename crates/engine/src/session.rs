@@ -5,41 +5,45 @@
 //! A session accompanies the handover. What a source does before it, in this order, has types of its own, which exist
 //! as long as their part of the migration:
 //!
-//! - [`agree`]: the destination's acceptance is enough for the goals, or not;
+//! - [`check_acceptance`]: the destination's acceptance is enough for the goals, or not;
 //! - [`StartOrder`], [`DiskRounds`]: rounds of disks alone, before memory;
-//! - [`Rounds`]: rounds while the guest runs, discards before the stop ([`DiscardSeries`]), and the stop itself;
-//! - [`PeerConnections`], [`Reconnection`]: the connections over which rounds are sent, and new ones after a cut;
+//! - [`Rounds`]: rounds while the guest runs, discards before the stop ([`PreStopDiscards`]), and the stop itself;
+//! - [`ConnectionFacts`], [`Reconnection`]: the connections over which rounds are sent, and new ones after a cut;
 //! - [`SwitchoverPlan`]: the remaining pages, and their comparison, while the guest is stopped.
 //!
-//! In the meantime, [`SourceSession::meaning`] is what a notice from outside means.
+//! After COMMITTED, a [`ServingAttempt`] mends the connections for pages that follow the guest.
 //!
-//! At the destination it is the session that admits each message of an arriving VM ([`MessageTreatment`]), and
-//! [`SourceControlStream`] that ends a generation of connections.
+//! In the meantime, [`SourceSession::meaning`] is what a notice from outside means, and [`interrupts_round`] is true if it
+//! ends a round.
+//!
+//! At the destination it is the session that admits each message of an arriving VM ([`Admission`]), and
+//! [`ControlGeneration`] that ends a generation of connections.
 //!
 //! The driver reads its clock once for each event and hands the time over with it, so that all decisions about one
 //! event have the same time, and can be made again.
 
 mod destination;
-mod patience;
+mod driver_step;
 mod registry_client;
 mod source;
-mod turns;
+mod stop_timeouts;
 
 use std::time::Duration;
 
 pub use destination::{
-    DestinationRepetition, DestinationSession, MessageContext, MessageTreatment, NotReady, PayloadKind,
-    RefusedPayload, RepetitionContext, SilenceLimits, SourceControlStream,
+    Admission, ControlGeneration, DestinationRepetition, DestinationSession, MessageContext, NotReady,
+    PayloadKind, RefusedPayload, RepetitionContext, SilenceLimits,
 };
-pub use patience::StopPatience;
+pub use driver_step::DriverStep;
 pub use registry_client::RegistryClient;
 pub use source::{
-    AcceptedTerms, DecidedRound, DiscardSeries, DiskRounds, FailedDiscard, MessageOrigin, NoticeContext,
-    NoticeMeaning, PageSelection, PeerConnections, PhaseNotice, PostCopyGoal, ReconnectStep, Reconnection,
-    RoundContext, RoundStep, Rounds, RoundsEnd, ScanResult, SentRound, SourceRepetition, SourceSession,
-    SourceWait, StartOrder, SwitchoverPlan, UnmetGoal, agree, learns_epoch,
+    AcceptedTerms, ConnectionFacts, DecidedRound, DiskRounds, FailedDiscard, InterruptContext, MessageOrigin,
+    NoticeContext, NoticeMeaning, PageSelection, PhaseNotice, PostCopyRequirement, PreStopDiscards,
+    ReconnectStep, Reconnection, RoundContext, RoundStep, Rounds, ScanResult, SentRound, ServingAttempt,
+    ServingContext, ServingStep, SourceRepetition, SourceSession, SourceWait, StartOrder, SwitchoverKind,
+    SwitchoverPlan, UnmetRequirement, check_acceptance, interrupts_round, is_plausible_epoch,
 };
-pub use turns::DriverStep;
+pub use stop_timeouts::StopTimeouts;
 
 /// Time since an origin that the driver has chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -83,9 +87,9 @@ impl Contact {
         now.since(self.0)
     }
 
-    /// Returns true if there was no sign of life for `patience`. The next call then waits for as long again.
-    pub fn check_lost(&mut self, patience: Duration, now: Time) -> bool {
-        let is_lost = self.silence(now) >= patience;
+    /// Returns true if there was no sign of life for as long as `limit`. The next call then waits for as long again.
+    pub fn check_lost(&mut self, limit: Duration, now: Time) -> bool {
+        let is_lost = self.silence(now) >= limit;
         if is_lost {
             self.record(now);
         }

@@ -33,7 +33,7 @@ pub struct WriteObservation {
     /// scattered parts are written, below it where the same parts are written again.
     pub dirtied_bytes_per_s: u64,
     /// Recent rate at which guest data was sent, in bytes per second; absent until it is known.
-    pub drained_bytes_per_s: Option<u64>,
+    pub sent_bytes_per_s: Option<u64>,
 }
 
 /// Policy for the cap.
@@ -113,13 +113,13 @@ const MAX_DIRTIED_PER_WRITTEN: u64 = 8;
 
 impl Drain {
     fn decide(&mut self, observed: &WriteObservation) -> DiskWriteLimit {
-        let Some(drained) = observed.drained_bytes_per_s else { return self.cap() };
-        let share = drained / 5 * 2;
+        let Some(sent_per_s) = observed.sent_bytes_per_s else { return self.cap() };
+        let share = sent_per_s / 5 * 2;
         let (written, dirtied) = (observed.written_bytes_per_s, observed.dirtied_bytes_per_s);
         let least = (share / MAX_DIRTIED_PER_WRITTEN).max(MIN_BYTES_PER_S);
         // A guest that writes at its cap may have the cap raised; one that does not needs none beyond the sending
         // rate.
-        self.adaptive_cap.update(&CapInput { used: written, dirtied, share, least, most: drained });
+        self.adaptive_cap.update(&CapInput { used: written, dirtied, share, least, most: sent_per_s });
         self.cap()
     }
 
@@ -203,10 +203,10 @@ mod tests {
         let (mut left, mut sent, mut cap) = (100 * DRAIN, 0_u64, DiskWriteLimit::default());
         for _ in 0..1_000 {
             let written = cap.bytes_per_s.map_or(wants, |cap| cap.min(wants));
-            let drained = left.min(DRAIN);
+            let sent_per_s = left.min(DRAIN);
             // At most all of the disk is dirty.
-            left = (left - drained + written * dirties).min(100 * DRAIN);
-            sent += drained;
+            left = (left - sent_per_s + written * dirties).min(100 * DRAIN);
+            sent += sent_per_s;
             if left <= DRAIN {
                 return Some(sent);
             }
@@ -214,7 +214,7 @@ mod tests {
                 writes: 0,
                 written_bytes_per_s: written,
                 dirtied_bytes_per_s: written * dirties,
-                drained_bytes_per_s: Some(DRAIN),
+                sent_bytes_per_s: Some(DRAIN),
             });
         }
         None
@@ -243,7 +243,7 @@ mod tests {
                 writes: 0,
                 written_bytes_per_s,
                 dirtied_bytes_per_s: written_bytes_per_s,
-                drained_bytes_per_s: Some(100 << 20),
+                sent_bytes_per_s: Some(100 << 20),
             };
             policy.decide(&observed).bytes_per_s
         };
@@ -259,11 +259,11 @@ mod tests {
 
     #[test]
     fn no_harmful_cap_is_set_where_no_cap_helps() {
-        let observed = |written: u64, dirtied: u64, drained| WriteObservation {
+        let observed = |written: u64, dirtied: u64, sent_per_s| WriteObservation {
             writes: 0,
             written_bytes_per_s: written,
             dirtied_bytes_per_s: dirtied,
-            drained_bytes_per_s: drained,
+            sent_bytes_per_s: sent_per_s,
         };
         let decide = |observed| Drain::default().decide(&observed).bytes_per_s;
         // A discard of much; a link that carries next to nothing; nothing sent yet; numbers beyond all bounds.
@@ -283,7 +283,7 @@ mod tests {
                 writes: 0,
                 written_bytes_per_s: dirtied,
                 dirtied_bytes_per_s: dirtied,
-                drained_bytes_per_s: Some(100 << 20),
+                sent_bytes_per_s: Some(100 << 20),
             };
             policy.decide(&observed).bytes_per_s
         };

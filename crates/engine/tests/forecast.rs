@@ -11,7 +11,7 @@ extern crate whimbrel_engine as engine;
 
 use std::path::Path;
 
-use engine::forecast::facts::{FactUncertainty, GuestFacts, MigrationFacts, OverheadTimes, PathFacts};
+use engine::forecast::facts::{FactUncertainty, GuestFacts, LinkFacts, MigrationFacts, OverheadTimes};
 use engine::forecast::writes::{WorkingSetCurve, WorkingSetPoint};
 use engine::forecast::{MigrationEnd, MigrationForecast, forecast};
 use engine::pre_copy::{AnyPolicy, Decision, PolicyEvent, PreCopyGoals, RoundObservation, StopTrace};
@@ -82,10 +82,10 @@ fn facts(recorded: &Recorded, throttle_requested: bool) -> MigrationFacts {
             writes: WorkingSetCurve::new(points.chain([pass])),
             ..GuestFacts::default()
         },
-        path: PathFacts {
+        path: LinkFacts {
             link_bytes_per_s: u64::try_from(rate).unwrap(),
             scan_ns: scans / rounds.len() as u64,
-            ..PathFacts::default()
+            ..LinkFacts::default()
         },
         times: OverheadTimes { setup_ns, finish_ns: 0 },
         spread: FactUncertainty { link_percent: 10, writes_percent: 25 },

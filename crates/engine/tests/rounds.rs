@@ -14,8 +14,8 @@ use engine::pre_copy::{
     TracedStopPolicy,
 };
 use engine::session::{
-    PageSelection, PeerConnections, ReconnectStep, Reconnection, RoundContext, RoundStep, Rounds, RoundsEnd,
-    ScanResult, SentRound, SwitchoverPlan, Time,
+    ConnectionFacts, PageSelection, ReconnectStep, Reconnection, RoundContext, RoundStep, Rounds, ScanResult,
+    SentRound, SwitchoverKind, SwitchoverPlan, Time,
 };
 use proptest::prelude::*;
 use proto::Generation;
@@ -83,8 +83,8 @@ impl World {
         }
     }
 
-    fn link(&self) -> PeerConnections {
-        PeerConnections { has_control: self.has_control, generation: self.generation }
+    fn connections(&self) -> ConnectionFacts {
+        ConnectionFacts { has_control: self.has_control, generation: self.generation }
     }
 
     fn facts(&self) -> RoundContext {
@@ -128,7 +128,7 @@ impl World {
         if sends_memory {
             self.discarded = None;
         }
-        if !self.link().can_carry_round(self.streams) {
+        if !self.connections().can_carry_round(self.streams) {
             return self.reconnect().map(|()| false);
         }
         assert!(self.has_control, "the destination is not informed of the end of this round");
@@ -146,7 +146,7 @@ impl World {
 
     fn reconnect(&mut self) -> Result<(), GivenUp> {
         let began = self.now;
-        let mut reconnection = Reconnection::begin(self.link(), PATIENCE, SECOND, self.now);
+        let mut reconnection = Reconnection::begin(self.connections(), PATIENCE, SECOND, self.now);
         for _ in 0..MOST_STEPS {
             match reconnection.next_step() {
                 ReconnectStep::AwaitReason(wait) => {
@@ -187,19 +187,19 @@ impl World {
     }
 
     /// Checks that this is the time to stop the guest.
-    fn check_stop(&self, ending: RoundsEnd) {
+    fn check_stop(&self, ending: SwitchoverKind) {
         assert!(self.has_control, "a stopped guest waits for a link that is cut");
         assert_eq!((self.streams, self.received), (self.generation, self.generation));
         assert!(!self.has_deferred, "the guest is stopped without a part of its memory");
         assert!(
-            ending == RoundsEnd::LastRound || self.has_tried_to_discard,
+            ending == SwitchoverKind::StopAndCopy || self.has_tried_to_discard,
             "pages are discarded during the stop"
         );
     }
 }
 
 /// Sends rounds until the guest is to be stopped.
-fn move_guest(world: &mut World, policy: &AnyPolicy) -> Result<RoundsEnd, GivenUp> {
+fn move_guest(world: &mut World, policy: &AnyPolicy) -> Result<SwitchoverKind, GivenUp> {
     let mut rounds = Rounds::new(TracedStopPolicy::new(policy.clone()));
     for _ in 0..MOST_ROUNDS {
         world.has_tried_to_discard = false;
@@ -217,13 +217,13 @@ fn move_guest(world: &mut World, policy: &AnyPolicy) -> Result<RoundsEnd, GivenU
                     break;
                 }
                 RoundStep::Discard => world.discard(),
-                RoundStep::TakeBack => {
+                RoundStep::ReclaimDeferred => {
                     assert!(world.has_deferred, "there is nothing to give back");
                     world.has_deferred = false;
-                    rounds.taken_back(TracedStopPolicy::new(policy.clone()));
+                    rounds.deferred_reclaimed(TracedStopPolicy::new(policy.clone()));
                     assert_eq!(rounds.passes(), passes, "passes are forgotten");
                 }
-                RoundStep::SendTakenBack => {
+                RoundStep::SendReclaimed => {
                     world.send(true)?;
                     break;
                 }
@@ -297,9 +297,9 @@ proptest! {
         if let Ok(ending) = move_guest(&mut world, &policy) {
             let stopped = SourceState::Stopped { run: runs };
             let switchover = SwitchoverPlan::begin(ending, &stopped, must_compare);
-            let is_post_copy = switchover.ending() == RoundsEnd::PostCopy;
+            let is_post_copy = switchover.ending() == SwitchoverKind::PostCopy;
             prop_assert!(runs || !is_post_copy, "a paused guest needs both hosts");
-            prop_assert_eq!(is_post_copy, runs && ending == RoundsEnd::PostCopy);
+            prop_assert_eq!(is_post_copy, runs && ending == SwitchoverKind::PostCopy);
             prop_assert_eq!(switchover.is_compared(), must_compare && !is_post_copy);
         }
     }
@@ -317,10 +317,10 @@ fn generated_migrations_end_in_all_ways() {
         let end = move_guest(&mut world, policy).ok();
         (end, world.received > Generation(1))
     };
-    assert_eq!(end(&pattern, vec![]), (Some(RoundsEnd::LastRound), false));
+    assert_eq!(end(&pattern, vec![]), (Some(SwitchoverKind::StopAndCopy), false));
     // Pages are always dirty.
-    assert_eq!(end(&hybrid, vec![72; 300]), (Some(RoundsEnd::PostCopy), false));
+    assert_eq!(end(&hybrid, vec![72; 300]), (Some(SwitchoverKind::PostCopy), false));
     assert_eq!(end(&pattern, vec![72; 300]), (None, false));
     // Rounds are cut off for a while.
-    assert_eq!(end(&pattern, vec![30; 300]), (Some(RoundsEnd::LastRound), true));
+    assert_eq!(end(&pattern, vec![30; 300]), (Some(SwitchoverKind::StopAndCopy), true));
 }

@@ -51,7 +51,7 @@ pub struct ArrivalArtifacts {
     pub made: Vec<MadeImage>,
     /// Pages that arrive while the guest runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub awaited: Option<MissingPagesRecord>,
+    pub missing_pages: Option<MissingPagesRecord>,
 }
 
 /// Journalled details of a migration on the destination, for the driver's successor.
@@ -242,7 +242,7 @@ impl ArrivingVm {
         let (pid, start) = artifacts.process.ok_or(ArrivalError::Gone)?;
         let process = Process::open_exact(pid, start)?;
         // A QEMU that lacks pages may wait for them, and does not answer.
-        let is_silent = freeze::is_frozen(&process) || artifacts.awaited.is_some();
+        let is_silent = freeze::is_frozen(&process) || artifacts.missing_pages.is_some();
         let qmp = if is_silent { None } else { Some(Qmp::connect(&artifacts.qmp(), patience)?) };
         let blocks = Vec::new();
         Ok(Self { process, qmp, artifacts, blocks, incoming: None, watch: None, asked_to_cont: None })
@@ -272,7 +272,7 @@ impl ArrivingVm {
     /// that page may be behind a connection that this driver has to replace first.
     fn patience(&self) -> Duration {
         let is_loaded = self.incoming.is_none();
-        if is_loaded && self.artifacts.awaited.is_some() {
+        if is_loaded && self.artifacts.missing_pages.is_some() {
             MONITOR_TIMEOUT_IN_POST_COPY
         } else {
             DEFAULT_TIMEOUT
@@ -301,7 +301,9 @@ impl ArrivingVm {
         let qmp = self.qmp()?;
         let deadline = Instant::now() + qmp.timeout();
         match qemu::control::wait_cont(qmp, &asked, deadline) {
-            Err(QmpError::Timeout { .. }) if self.artifacts.awaited.is_some() && Instant::now() < until => {
+            Err(QmpError::Timeout { .. })
+                if self.artifacts.missing_pages.is_some() && Instant::now() < until =>
+            {
                 self.asked_to_cont = Some((asked, until));
                 Ok(ContOutcome::Pending)
             }
@@ -314,7 +316,7 @@ impl ArrivingVm {
         self.asked_to_cont.is_some()
     }
 
-    /// Holds a QEMU that has loaded everything: from here on only [`release`](Self::release) lets this copy run.
+    /// Holds a QEMU that has loaded everything: from here on only [`thaw`](Self::thaw) lets this copy run.
     /// Returns an error if QEMU cannot be held, or if another client continued the guest first.
     pub fn freeze(&mut self) -> Result<(), ArrivalError> {
         freeze::freeze(&self.process)?;
@@ -328,8 +330,8 @@ impl ArrivingVm {
     }
 
     /// Releases QEMU, because the guest is to run, or has run.
-    pub fn release(&self) -> Result<(), FreezeError> {
-        freeze::release(&self.process)
+    pub fn thaw(&self) -> Result<(), FreezeError> {
+        freeze::thaw(&self.process)
     }
 
     /// Returns the incarnation that GO must name.
@@ -352,7 +354,7 @@ impl ArrivingVm {
         if freeze::is_frozen(&self.process) {
             return QemuAtStart::Paused;
         }
-        if self.artifacts.awaited.is_some() {
+        if self.artifacts.missing_pages.is_some() {
             return if self.process.is_alive() { QemuAtStart::Paused } else { QemuAtStart::Gone };
         }
         match self.qmp().and_then(qemu::control::status) {
@@ -365,8 +367,8 @@ impl ArrivingVm {
 
     /// Removes the record of missing pages, because all of them are present.
     pub fn remove_missing_pages_record(&self) {
-        if let Some(awaited) = &self.artifacts.awaited {
-            awaited.remove();
+        if let Some(record) = &self.artifacts.missing_pages {
+            record.remove();
         }
     }
 

@@ -26,6 +26,7 @@ use std::path::{Path, PathBuf};
 use dns::{DnsConfig, Zones};
 use engine::pre_copy::Sampling;
 use net::redirection::teardown::TeardownLimits;
+use net::redirection::tunnel::TunnelPorts;
 use proto::HostId;
 use serde::{Deserialize, Serialize};
 
@@ -225,7 +226,7 @@ impl Default for Tuning {
 pub struct RedirectionConfig {
     /// True if only the hosts' owners can read or forge packets between them: tunnels need no encryption.
     pub trusted_path: bool,
-    /// Port of UDP for tunnels.
+    /// First port of UDP for tunnels: that of all VXLANs. Each tunnel of `WireGuard` has one of the next ones.
     pub port: u16,
     /// Least age of a redirection, in seconds: names are resolved to the old address for so long.
     pub least_s: u64,
@@ -233,6 +234,17 @@ pub struct RedirectionConfig {
     pub quiet_s: u64,
     /// Greatest age of a redirection, in seconds.
     pub longest_s: u64,
+}
+
+impl RedirectionConfig {
+    /// Number of ports for tunnels of `WireGuard`.
+    pub(crate) const WIREGUARD_PORTS: u16 = 99;
+
+    /// Returns the ports of UDP for tunnels.
+    pub fn ports(&self) -> TunnelPorts {
+        let first = self.port.saturating_add(1);
+        TunnelPorts { vxlan: self.port, wireguard: [first, self.port.saturating_add(Self::WIREGUARD_PORTS)] }
+    }
 }
 
 impl Default for RedirectionConfig {

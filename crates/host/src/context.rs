@@ -5,19 +5,28 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use engine::pre_copy::CostHistory;
 use link::transport::Transport;
+use net::redirection::RedirectionKeeper;
 use proto::HostId;
 use tracee::Injector;
 
 use crate::HelperProgram;
 use crate::arrivals::Reservations;
 use crate::config::Config;
+use crate::dns_keeper::DnsKeeper;
 use crate::emulators::EmulatorCache;
 use crate::fault::Faults;
-use crate::names::NameLocks;
-use crate::names_keeper::NamesKeeper;
+use crate::name_locks::NameLocks;
 use crate::templates::Templates;
 use store::journal::Journal;
 use store::registry::Registry;
+
+/// Transport of migrations.
+pub struct MigrationTransport {
+    /// Opens and expects their connections.
+    pub connections: Arc<dyn Transport>,
+    /// Passes connections that peers open to the transport.
+    pub router: link::Router,
+}
 
 /// State that all parts of an agent share.
 pub struct Context {
@@ -25,10 +34,8 @@ pub struct Context {
     pub config: Config,
     /// The journal.
     pub journal: Journal,
-    /// Opens and expects the connections of migrations.
-    pub transport: Arc<dyn Transport>,
-    /// Passes connections that peers open to the transport.
-    pub router: link::Router,
+    /// Connections of migrations.
+    pub transport: MigrationTransport,
     /// The ownership registry, if one is configured.
     pub registry: Option<Arc<dyn Registry>>,
     /// Runs system calls in other processes.
@@ -44,7 +51,9 @@ pub struct Context {
     /// Names of VMs that are locked by one operation.
     pub names: NameLocks,
     /// Names of VMs that move to another network.
-    pub names_keeper: NamesKeeper,
+    pub dns_keeper: DnsKeeper,
+    /// Redirections of connections of VMs that have moved from here, or to here, between networks.
+    pub redirections: RedirectionKeeper,
     /// Cached capabilities of this host's QEMU binaries.
     pub emulators: EmulatorCache,
     /// Templates of this host.

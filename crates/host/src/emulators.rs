@@ -120,7 +120,7 @@ fn version(binary: &Path) -> Option<(u64, u64)> {
 /// Prefix of the directories of probes.
 pub(crate) const PREFIX: &str = "probe-";
 
-/// Ends the probes that a previous agent left behind when it was killed: they would wait for ever.
+/// Ends the leftover probes of a previous agent that was killed: they would wait for ever.
 pub fn end_probes(config: &Config) {
     let Ok(entries) = std::fs::read_dir(&config.run_dir) else { return };
     for directory in entries.flatten().map(|entry| entry.path()) {

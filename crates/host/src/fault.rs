@@ -6,9 +6,9 @@
 //!
 //! The points are generated from the engine's transition table, see [`engine::handover`]: before the effects of each
 //! transition, between them, and after them. A new transition adds its fault points. Others exist outside the
-//! table, because no state changes there: `source/awaited` and `destination/awaited`, at which the pages for post-copy
-//! have been named, and `source/NAME/STEP` and `destination/NAME/STEP`, at which the participants of a migration have
-//! done a step.
+//! table, because no state changes there: `source/missing-pages` and `destination/missing-pages`, at which the pages
+//! for post-copy are named, and `source/NAME/STEP` and `destination/NAME/STEP`, at which the participants of a migration
+//! have done a step.
 
 use std::{
     io::{BufRead, BufReader, Write},

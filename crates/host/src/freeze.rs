@@ -39,7 +39,7 @@ pub(crate) fn freeze(process: &Process) -> Result<(), FreezeError> {
 }
 
 /// Lets the process go on by SIGCONT, not yet its guest.
-pub(crate) fn release(process: &Process) -> Result<(), FreezeError> {
+pub(crate) fn thaw(process: &Process) -> Result<(), FreezeError> {
     if !is_frozen(process) {
         return Ok(());
     }

@@ -80,6 +80,6 @@ fn open<T>(
     let address = context.config.peer(host).or(address).ok_or_else(|| PeerError::Unknown(host.clone()))?;
     let peer = Peer { host: host.clone(), address: address.to_owned() };
     let deadline = Instant::now() + Duration::from_millis(context.config.timeouts.connect_ms);
-    with(&*context.transport, &peer, deadline)
+    with(&*context.transport.connections, &peer, deadline)
         .map_err(|source| PeerError::Connect { host: host.clone(), source })
 }

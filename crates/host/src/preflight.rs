@@ -4,9 +4,9 @@
 //! themselves are in `qemu::preflight`; this module gathers the facts.
 
 mod disks;
+mod dns_records;
 mod kernel;
-mod names;
-mod reachability;
+mod network_probe;
 mod redirection;
 mod registry;
 mod room;
@@ -14,10 +14,10 @@ mod trial;
 mod writable_shared_images;
 
 pub use disks::proposed_disks;
+pub use dns_records::{check_dns_records, relocation};
 pub use kernel::kernel;
-pub use names::{check_names, relocation};
 pub use net::Prober;
-pub use reachability::{SourceProbe, begin_probe};
+pub use network_probe::{SourceProbe, begin_probe};
 pub use redirection::{offer_redirection, returning_addresses};
 pub use room::{end_measurements, measure};
 pub use trial::{Trial, started_or_findings};
@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
 use link::Incoming;
-use proto::message::{Finding, Message, Proposal, Severity};
+use proto::message::{Finding, Message, Proposal, Severity, is_blocked};
 use proto::{Generation, HostId, MigrationId, Purpose};
 use qemu::command::{self, HostRules, RamPlan};
 use qemu::describe::{Disk, VmDescription};
@@ -48,9 +48,9 @@ use crate::disks::{KnownFile, PlannedDisk};
 use crate::peers::{self, PeerError};
 use crate::{ArrivalArtifacts, ArrivalError};
 use crate::{SourceVm, VmError};
-use api::{CheckReport, RamChoice};
+use api::RamChoice;
 use kernel::kernel_finding;
-use reachability::ExpectedProbe;
+use network_probe::ExpectedProbe;
 use redirection::ExpectedRedirection;
 use writable_shared_images::WritableSharedImage;
 
@@ -136,7 +136,7 @@ fn problems(problems: &[qemu::describe::Problem]) -> Vec<Finding> {
         severity: Severity::Blocker,
         code: problem.code.clone(),
         what: problem.what.clone(),
-        advice: problem.remedy.clone(),
+        advice: problem.advice.clone(),
     };
     problems.iter().map(blocker).collect()
 }
@@ -240,8 +240,7 @@ pub fn destination(
     others.extend(registry::finding(context.config.registry.as_ref(), from, &proposal));
     let checked = rules::check(&theirs, &ours).into_iter().map(finding);
     let findings: Vec<_> = checked.chain(others.iter().cloned()).collect();
-    let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
-    let (Ok(built), false) = (built, blocked) else { return Err(findings) };
+    let (Ok(built), false) = (built, is_blocked(&findings)) else { return Err(findings) };
     artifacts.logs = built.logs;
     let needs = Needs { memory_bytes: needed_bytes, hugepage_bytes, images };
     let reserved = (!proposal.check_only).then(|| arrivals.reservation(needs));
@@ -324,25 +323,17 @@ impl Comparison {
         pid: u32,
     ) -> Result<Vec<Finding>, ArrivalError> {
         gather::started(&mut self.ours, &self.theirs, qmp, blocks)?;
-        let findings = rules::check(&self.theirs, &self.ours);
-        let mut possible = rules::is_possible(&findings);
-        let mut findings: Vec<_> = findings.into_iter().map(finding).chain(self.others).collect();
-        if let Some(unused) = disks::unopened_image_finding(&self.images, &qemu::control::open_files(qmp)?) {
-            possible = false;
-            findings.push(unused);
-        }
-        let refused = self.shared.iter().filter_map(|image| image.refused(pid)).collect::<Vec<_>>();
-        possible &= refused.is_empty();
-        findings.extend(refused);
-        if let Some(probe) = self.probe.filter(|_| possible) {
+        let checked = rules::check(&self.theirs, &self.ours).into_iter().map(finding);
+        let mut findings: Vec<_> = checked.chain(self.others).collect();
+        findings.extend(disks::unopened_image_finding(&self.images, &qemu::control::open_files(qmp)?));
+        findings.extend(self.shared.iter().filter_map(|image| image.refused(pid)));
+        if let Some(probe) = self.probe.filter(|_| !is_blocked(&findings)) {
             findings.extend(probe.look(qmp, pid));
-            possible = !CheckReport::blocked(&findings);
         }
-        if let Some(redirection) = self.redirection.filter(|_| possible) {
+        if let Some(redirection) = self.redirection.filter(|_| !is_blocked(&findings)) {
             findings.extend(redirection.look(qmp, pid));
-            possible = !CheckReport::blocked(&findings);
         }
-        if possible { Ok(findings) } else { Err(ArrivalError::Refused(findings)) }
+        if is_blocked(&findings) { Err(ArrivalError::Refused(findings)) } else { Ok(findings) }
     }
 }
 
@@ -454,7 +445,7 @@ fn left_out(warnings: &[qemu::describe::Problem]) -> impl Iterator<Item = Findin
         severity: Severity::Warning,
         code: left_out.code.clone(),
         what: left_out.what.clone(),
-        advice: left_out.remedy.clone(),
+        advice: left_out.advice.clone(),
     })
 }
 
@@ -467,6 +458,6 @@ fn finding(found: rules::Finding) -> Finding {
         },
         code: found.code,
         what: found.what,
-        advice: found.remedy,
+        advice: found.advice,
     }
 }

@@ -7,11 +7,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use engine::handover::destination::DestinationState;
+use engine::handover::source::SourceState;
+#[cfg(any(test, feature = "testing"))]
+use net::redirection::host_kernel::HostKernel;
 use net::redirection::keeper::RedirectionError;
 use net::redirection::teardown::{self, TeardownFacts, TeardownLimits, TeardownReason};
-use net::redirection::{RecordStage, Redirection, RedirectionKeeper, RedirectionRecord, survey};
+use net::redirection::{RecordStage, Redirection, RedirectionKeeper, RedirectionRecord};
 use proto::message::Message;
 use proto::{Epoch, HostId, MigrationId, Purpose, VmName};
+use store::journal::State;
 use tracing::{debug, info, warn};
 
 use crate::Context;
@@ -33,9 +38,15 @@ fn limits(config: &RedirectionConfig) -> TeardownLimits {
     }
 }
 
-/// Returns the keeper of this host's redirections.
+/// Returns a keeper of this host's redirections; that of an agent is in its [`Context`].
 pub fn keeper(config: &Config) -> RedirectionKeeper {
     RedirectionKeeper::new(config.host.as_str(), &config.state_dir.join(DIRECTORY))
+}
+
+/// Returns a keeper for a host with this kernel.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn keeper_with(config: &Config, kernel: Arc<dyn HostKernel>) -> RedirectionKeeper {
+    RedirectionKeeper::with(config.host.as_str(), &config.state_dir.join(DIRECTORY), kernel)
 }
 
 /// Returns the record of the redirection that a migration makes on this host, if it has begun.
@@ -61,46 +72,39 @@ pub fn of_vm_here(
     Ok(keeper.records()?.into_iter().find(is_here).map(|record| record.redirection))
 }
 
-/// Removes a redirection of a migration that ends without it, and the key of its tunnel.
-pub fn abandon(keeper: &RedirectionKeeper, migration: &MigrationId) -> Result<(), RedirectionError> {
-    record_of(keeper, migration)?.map_or(Ok(()), |record| keeper.release(record))
+/// Removes a redirection of a migration that ends without it, and what it has reserved for its tunnel.
+pub fn remove_of(keeper: &RedirectionKeeper, migration: &MigrationId) -> Result<(), RedirectionError> {
+    record_of(keeper, migration)?.map_or(Ok(()), |record| keeper.remove(&record))?;
+    keeper.forget_key(&migration.to_string())
 }
 
-/// Restores the redirections of this host after a start of the agent or of the host. What was prepared for a migration
-/// that is over is removed.
-pub fn restore(context: &Context) {
-    let keeper = keeper(&context.config);
-    let (records, errors) = match keeper.restore() {
+/// Resumes the redirections of this host after a start of the agent or of the host. What was prepared for a migration
+/// that is over ends, or stays, by its outcome.
+pub fn resume(context: &Context) {
+    let keeper = &context.redirections;
+    let (records, errors) = match keeper.resume() {
         Ok(restored) => restored,
         Err(error) => {
-            return warn!(error = crate::chain(&error), "redirections of VMs are not restored");
+            return warn!(error = crate::chain(&error), "redirections of VMs are not resumed");
         }
     };
     for error in errors {
         warn!(error = crate::chain(&error), "a redirection is not whole");
     }
-    if context.journal.open_migrations().is_ok_and(|open| open.is_empty())
-        && let Err(error) = keeper.forget_unused_keys()
+    // What cannot be read may be open.
+    let is_open = |migration: &str| {
+        let id = migration_named(migration);
+        let record = id.and_then(|id| context.journal.migration(&id).transpose());
+        record.is_some_and(|record| record.map_or(true, |record| record.open))
+    };
+    if context.journal.open_migrations().is_ok()
+        && let Err(error) = keeper.forget_unused_keys(is_open)
     {
         warn!(error = crate::chain(&error), "keys that no tunnel needs are not removed");
     }
     for record in records.into_iter().filter(|record| record.stage == RecordStage::Prepared) {
-        let migration = record.redirection.migration.clone();
-        if is_open(context, &migration) {
-            continue;
-        }
-        match keeper.release(record) {
-            Ok(()) => info!(migration, "removed what was prepared for a redirection"),
-            Err(error) => warn!(migration, error = crate::chain(&error), "a redirection is not removed"),
-        }
+        act_if_unchanged(context, &record, Reaping::Decide);
     }
-}
-
-/// Returns true if a migration is open in the journal, or if that is unknown.
-fn is_open(context: &Context, migration: &str) -> bool {
-    let Some(id) = migration_named(migration) else { return false };
-    let record = context.journal.migration(&id);
-    record.map_or(true, |record| record.is_some_and(|record| record.open))
 }
 
 /// Returns the migration with this name, as [`MigrationId`] prints it.
@@ -111,28 +115,29 @@ pub(crate) fn migration_named(name: &str) -> Option<MigrationId> {
 
 /// Returns true if this host has its part of the redirection of a migration, or is about to have it.
 pub fn stands(context: &Context, migration: &MigrationId) -> bool {
-    let record = record_of(&keeper(&context.config), migration);
+    let record = record_of(&context.redirections, migration);
     // What cannot be read is not ended for that.
     let serves = |record: RedirectionRecord| record.stage != RecordStage::Ending && has_legs(&record);
     record.map_or(true, |record| record.is_some_and(serves))
 }
 
 /// Ends the old connections of a VM on this host, at a user's request; with `all`, also the translation of its new
-/// addresses. Returns the migrations of its redirections.
-pub fn release(context: &Context, vm: &VmName, all: bool) -> Result<Vec<MigrationId>, RedirectionError> {
-    let keeper = keeper(&context.config);
+/// addresses. Returns the migrations of its redirections. The VM must not be in a migration, nor begin one meanwhile.
+pub fn end_of_vm(context: &Context, vm: &VmName, all: bool) -> Result<Vec<MigrationId>, RedirectionError> {
+    let keeper = &context.redirections;
     let mut released = Vec::new();
     for record in keeper.records()? {
         let Some(id) = migration_named(&record.redirection.migration).filter(|id| id.vm == *vm) else {
             continue;
         };
-        if record.stage == RecordStage::Prepared && is_open(context, &record.redirection.migration) {
+        // Its migration is over: the reaper is about to decide about it.
+        if record.stage == RecordStage::Prepared {
             continue;
         }
         if all {
-            keeper.release(record)?;
+            keeper.remove(&record)?;
         } else if has_legs(&record) {
-            settle(&keeper, record)?;
+            keeper.drop_legs(&record)?;
         } else {
             continue;
         }
@@ -145,26 +150,28 @@ fn has_legs(record: &RedirectionRecord) -> bool {
     !record.redirection.legs.is_empty()
 }
 
-fn settle(keeper: &RedirectionKeeper, record: RedirectionRecord) -> Result<(), RedirectionError> {
-    let abilities = survey::abilities().map_err(|source| RedirectionError::Kernel {
-        object: "rules by which abilities are known".to_owned(),
-        source,
-    })?;
-    keeper.settle(record, &abilities)
-}
-
-/// Ends redirections that nothing needs any more.
+/// Ends redirections that nothing needs any more, and completes those of which something could not be made.
 #[derive(Debug, Default)]
 pub struct RedirectionReaper {
     /// Times since which no connection uses them.
     quiet_since: BTreeMap<String, Instant>,
 }
 
+/// Action on a redirection whose VM is in no migration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reaping {
+    /// The outcome of its migration decides: nobody could confirm it, or undo it.
+    Decide,
+    /// Objects that could not be made are made.
+    Complete,
+    /// It ends as far as the reason allows; without one, wholly.
+    End(Option<TeardownReason>),
+}
+
 impl RedirectionReaper {
     /// Looks once at all redirections.
     pub fn look(&mut self, context: &Context) {
-        let keeper = keeper(&context.config);
-        let records = match keeper.records() {
+        let records = match context.redirections.records() {
             Ok(records) => records,
             Err(error) => return warn!(error = crate::chain(&error), "redirections of VMs are not known"),
         };
@@ -178,20 +185,31 @@ impl RedirectionReaper {
         };
         let moves =
             |record: &RedirectionRecord| moving.iter().any(|vm| vm.as_str() == record.redirection.guest());
-        for record in records.into_iter().filter(|record| !moves(record)) {
-            match record.stage {
-                RecordStage::Prepared => {}
-                RecordStage::Ending => end(&keeper, record, None),
-                RecordStage::Active => {
-                    let facts = self.facts(context, &record);
-                    let reason = teardown::decide(facts, limits(&context.config.redirection));
-                    // A translation without old connections lasts as long as the VM is here.
-                    let is_reason =
-                        |reason: &TeardownReason| has_legs(&record) || *reason == TeardownReason::GuestGone;
-                    if let Some(reason) = reason.filter(is_reason) {
-                        end(&keeper, record, Some(reason));
-                    }
-                }
+        for record in records.iter().filter(|record| !moves(record)) {
+            if let Some(action) = self.action(context, record, &records) {
+                act_if_unchanged(context, record, action);
+            }
+        }
+    }
+
+    fn action(
+        &mut self,
+        context: &Context,
+        record: &RedirectionRecord,
+        all: &[RedirectionRecord],
+    ) -> Option<Reaping> {
+        match record.stage {
+            RecordStage::Ending => Some(Reaping::End(None)),
+            _ if is_replaced(record, all) => Some(Reaping::End(None)),
+            RecordStage::Prepared => Some(Reaping::Decide),
+            RecordStage::Active if record.is_incomplete => Some(Reaping::Complete),
+            RecordStage::Active => {
+                let facts = self.facts(context, record);
+                let reason = teardown::decide(facts, limits(&context.config.redirection));
+                // A translation without old connections lasts as long as the VM is here.
+                let is_reason =
+                    |reason: &TeardownReason| has_legs(record) || *reason == TeardownReason::GuestGone;
+                reason.filter(is_reason).map(|reason| Reaping::End(Some(reason)))
             }
         }
     }
@@ -213,30 +231,77 @@ impl RedirectionReaper {
             age: Duration::from_millis(age_ms),
             connections,
             quiet_for,
-            is_asked: false,
             is_other_gone: has_legs(record) && is_other_gone(context, record),
             is_guest_gone: is_guest_gone(context, record),
         }
     }
 }
 
-/// Ends what the reason allows: without one, everything.
-fn end(keeper: &RedirectionKeeper, record: RedirectionRecord, reason: Option<TeardownReason>) {
-    let migration = record.redirection.migration.clone();
-    let (why, ended) = match reason {
-        None => ("it was ending", keeper.release(record)),
-        Some(reason @ TeardownReason::GuestGone) => (words(reason), keeper.release(record)),
-        Some(reason) => (words(reason), settle(keeper, record)),
-    };
-    match ended {
-        Ok(()) => info!(migration, why, "ended a redirection of old connections"),
-        Err(error) => warn!(migration, error = crate::chain(&error), "a redirection is not removed yet"),
+/// Returns true if a later redirection of the same card is confirmed: this one should have ended with that.
+fn is_replaced(record: &RedirectionRecord, all: &[RedirectionRecord]) -> bool {
+    let active: Vec<_> = all.iter().filter(|other| other.stage == RecordStage::Active).cloned().collect();
+    record.is_superseded(&active)
+}
+
+/// Acts on a redirection, unless its VM has begun to move since it was looked at, or the redirection is another one now.
+fn act_if_unchanged(context: &Context, record: &RedirectionRecord, action: Reaping) {
+    let Ok(vm) = VmName::new(record.redirection.guest()) else { return };
+    let _exclusive = context.names.exclusive(&vm);
+    let moves = context.journal.open_migrations().map(|open| {
+        let mut vms = open.into_iter().map(|open| open.terms.migration.vm);
+        vms.any(|moving| moving == vm)
+    });
+    let is_unchanged = context.redirections.records().is_ok_and(|records| records.contains(record));
+    if moves.is_ok_and(|moves| !moves) && is_unchanged {
+        act(context, record.clone(), action);
     }
+}
+
+fn act(context: &Context, record: RedirectionRecord, action: Reaping) {
+    let (keeper, migration) = (&context.redirections, record.redirection.migration.clone());
+    let (what, why, done) = match action {
+        Reaping::Decide => match has_moved(context, &migration) {
+            None => return,
+            Some(true) => ("confirmed", "its migration has succeeded", confirm(keeper, record)),
+            Some(false) => ("removed", "its migration has ended without it", keeper.remove(&record)),
+        },
+        Reaping::Complete => ("completed", "something was missing", keeper.complete(&record)),
+        Reaping::End(None) => {
+            ("ended", "it was ending, or another one has replaced it", keeper.remove(&record))
+        }
+        Reaping::End(Some(reason @ TeardownReason::GuestGone)) => {
+            ("ended", words(reason), keeper.remove(&record))
+        }
+        Reaping::End(Some(reason)) => ("ended", words(reason), keeper.drop_legs(&record)),
+    };
+    match done {
+        Ok(()) => info!(migration, why, "{what} a redirection of old connections"),
+        Err(error) => {
+            warn!(migration, error = crate::chain(&error), "a redirection is not {what} yet");
+        }
+    }
+}
+
+/// Makes a prepared redirection active: the VM has moved, and nobody could say so.
+fn confirm(keeper: &RedirectionKeeper, mut record: RedirectionRecord) -> Result<(), RedirectionError> {
+    let switched = keeper.switch(&mut record);
+    keeper.confirm(&mut record).and(switched)
+}
+
+/// Returns true if the VM of a migration that is over is at its destination, as far as this host knows; none if the journal
+/// cannot be read.
+fn has_moved(context: &Context, migration: &str) -> Option<bool> {
+    let Some(id) = migration_named(migration) else { return Some(false) };
+    let record = context.journal.migration(&id).ok()?;
+    let state = record.map(|record| record.state);
+    Some(matches!(
+        state,
+        Some(State::Source(SourceState::Done { .. }) | State::Destination(DestinationState::Active { .. }))
+    ))
 }
 
 fn words(reason: TeardownReason) -> &'static str {
     match reason {
-        TeardownReason::Asked => "a user wants it",
         TeardownReason::GuestGone => "the VM is not on this host any more",
         TeardownReason::OtherHostGone => "the other host serves no connection any more",
         TeardownReason::Unused => "no connection uses the old address",
@@ -280,24 +345,4 @@ fn ask(context: &Context, host: &HostId, migration: MigrationId) -> Result<bool,
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::testing::id;
-
-    #[test]
-    fn names_of_migrations_are_read() {
-        assert_eq!(migration_named(&id(12).to_string()), Some(id(12)));
-        for other in ["", "web", "web#", "#1", "web#-1", "web#1x", "a b#1"] {
-            assert_eq!(migration_named(other), None, "{other}");
-        }
-    }
-
-    #[test]
-    fn a_host_without_records_has_no_redirection() {
-        let directory = tempfile::tempdir().unwrap();
-        let keeper = RedirectionKeeper::new("a", directory.path());
-        assert_eq!(record_of(&keeper, &id(3)).unwrap(), None);
-        assert_eq!(of_vm_here(&keeper, &HostId::new("a").unwrap(), &id(3).vm).unwrap(), None);
-        abandon(&keeper, &id(3)).unwrap();
-    }
-}
+mod tests;

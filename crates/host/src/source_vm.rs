@@ -248,7 +248,7 @@ impl SourceVm {
         match CpuLimit::end_leftover(&self.process) {
             Ok(false) => {}
             Ok(true) => {
-                info!(pid = self.process.pid(), "removed a CPU limit that was left behind");
+                info!(pid = self.process.pid(), "removed a leftover CPU limit");
             }
             Err(error) => warn!(error = crate::chain(&error), "the guest's CPU limit may still be in effect"),
         }
@@ -260,7 +260,7 @@ impl SourceVm {
     }
 
     /// Stops the guest, if it ran at the last query. A guest that was paused by its user stays as it is, and its disks
-    /// may already be released: it arrived paused, or an earlier migration was attempted. Returns the time until QEMU
+    /// may already be thawed: it arrived paused, or an earlier migration was attempted. Returns the time until QEMU
     /// reported that the guest had stopped, if it did.
     pub fn stop(&mut self) -> Result<Option<Duration>, VmError> {
         let ran = self.ran;
@@ -278,7 +278,7 @@ impl SourceVm {
 
     /// Continues the guest. QEMU may still be frozen, for a handover that failed.
     pub fn cont(&mut self) -> Result<(), VmError> {
-        self.release()?;
+        self.thaw()?;
         self.ask(qemu::control::cont).map(drop)
     }
 
@@ -317,7 +317,7 @@ impl SourceVm {
     /// guest's writes.
     pub fn end_leftover_recording(&mut self) -> Result<(), VmError> {
         if self.ask(qemu::recording::end_leftover)? {
-            info!(pid = self.process.pid(), "ended a recording of writes that was left behind");
+            info!(pid = self.process.pid(), "ended a leftover recording of writes");
         }
         Ok(())
     }
@@ -378,8 +378,8 @@ impl SourceVm {
     }
 
     /// Lets QEMU itself go on, not yet the guest.
-    pub fn release(&mut self) -> Result<(), VmError> {
-        Ok(freeze::release(&self.process)?)
+    pub fn thaw(&mut self) -> Result<(), VmError> {
+        Ok(freeze::thaw(&self.process)?)
     }
 
     /// Kills QEMU and removes the files that it made for itself.

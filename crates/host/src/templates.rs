@@ -2,7 +2,7 @@
 //! content and not by name, is copied here and not sent.
 //!
 //! A thread of its own reads each template once and keeps a catalogue of its pages, for as long as the file does not
-//! change ([`template_indexer`]). Images that VMs left behind here serve as well ([`left_behind`]).
+//! change ([`template_indexer`]). Leftover images of VMs serve as well ([`leftovers`]).
 //!
 //! A source queries some pages of its disks ([`Message::QueryTemplates`](proto::Message::QueryTemplates)); the answer
 //! is the content of the templates that have such pages ([`Message::TemplatePages`](proto::Message::TemplatePages)),
@@ -11,7 +11,7 @@
 
 mod advertised_templates;
 mod catalogue;
-mod left_behind;
+mod leftovers;
 mod shared_storage;
 mod template_indexer;
 
@@ -31,8 +31,8 @@ use tracing::warn;
 pub use self::advertised_templates::AdvertisedTemplates;
 pub use self::catalogue::MAX_ADVERTISED_PAGES;
 use self::catalogue::{Catalogue, Identity};
-use self::left_behind::LeftImageIndex;
-pub use self::left_behind::{HashedPages, LeftTemplate};
+use self::leftovers::LeftoverIndex;
+pub use self::leftovers::{HashedPages, LeftoverTemplate};
 use self::shared_storage::SharedImageIndexer;
 pub use self::shared_storage::{IndexingStats, SharedImage, shared_images};
 use self::template_indexer::TemplateIndexer;
@@ -46,7 +46,7 @@ const USEFUL_IF_ONE_IN: usize = 50;
 pub struct Templates {
     table: Arc<TemplateTable>,
     scan: SyncSender<()>,
-    left_behind: LeftImageIndex,
+    leftovers: LeftoverIndex,
     shared_storage: SharedImageIndexer,
 }
 
@@ -78,7 +78,7 @@ impl Templates {
     pub fn start(places: Vec<PathBuf>, directory: PathBuf, patience: Duration) -> io::Result<Self> {
         let table: Arc<TemplateTable> = Arc::default();
         let shared_storage = SharedImageIndexer::new(directory.join("shared"), &directory, patience);
-        let left_behind = LeftImageIndex::start(directory.join("left"), Arc::clone(&table))?;
+        let leftovers = LeftoverIndex::start(directory.join("left"), Arc::clone(&table))?;
         // One scan serves all requests that arrive while another scan is running.
         let (scan, scans) = mpsc::sync_channel(1);
         if !places.is_empty() {
@@ -91,7 +91,7 @@ impl Templates {
             };
             thread::Builder::new().name("templates".to_owned()).spawn(work)?;
         }
-        Ok(Self { table, scan, left_behind, shared_storage })
+        Ok(Self { table, scan, leftovers, shared_storage })
     }
 
     /// Reads images that both hosts have, for a guest with `memory_bytes` of memory, for as long as `known` is in use.
@@ -105,13 +105,13 @@ impl Templates {
         self.shared_storage.learn(images, memory_bytes, known)
     }
 
-    /// Records images that were left behind here, each with its pages as far as they are known, in their order. Waits a
+    /// Records leftover images, each with its pages as far as they are known, in their order. Waits a
     /// moment until that is recorded.
-    pub fn left_behind(&self, images: Vec<(LeftTemplate, HashedPages)>) {
-        self.left_behind.keep(images);
+    pub fn leftovers(&self, images: Vec<(LeftoverTemplate, HashedPages)>) {
+        self.leftovers.keep(images);
     }
 
-    /// Returns the number of templates, read or not, including images that were left behind. Starts to read new ones.
+    /// Returns the number of templates, read or not, including leftover images. Starts to read new ones.
     pub fn count(&self) -> usize {
         // If the channel is full, another caller has requested a scan.
         let _ = self.scan.try_send(());
@@ -134,7 +134,7 @@ impl Templates {
 
     /// Returns the templates that have queried pages, those with the most of them first. Reads all catalogues.
     fn find_matching(&self, sought: &HashSet<ContentHash>) -> Vec<(Template, Catalogue)> {
-        self.left_behind.scan();
+        self.leftovers.scan();
         let table = lock(&self.table).clone();
         let mut found: Vec<(usize, Template, Catalogue)> = Vec::new();
         for template in table {
@@ -291,7 +291,7 @@ mod tests {
         assert!(from_hex("0001abcdef").is_none() && from_hex("0001abcdefgg").is_none());
     }
 
-    /// An image that was left behind is advertised without having been read, by a later agent too, as long as it
+    /// A leftover image is advertised without having been read, by a later agent too, as long as it
     /// exists; users do not see it as a template.
     #[test]
     fn what_was_left_behind_is_known_until_it_is_gone() {
@@ -307,7 +307,8 @@ mod tests {
         let templates = start();
         assert_eq!((templates.count(), advertised_templates(&templates).0), (0, 0));
         let known = (1..=200).map(|number| (number, ContentHash::of(&page(99 + number)))).collect();
-        templates.left_behind(vec![(LeftTemplate { path: image.clone(), format: "raw".to_owned() }, known)]);
+        templates
+            .leftovers(vec![(LeftoverTemplate { path: image.clone(), format: "raw".to_owned() }, known)]);
         assert_eq!((templates.count(), templates.infos().len()), (1, 0));
         drop(templates);
 
@@ -335,8 +336,8 @@ mod tests {
         let places = vec![image.clone()];
         let templates = Templates::start(places, directory.path().join("state"), PATIENCE).unwrap();
         read(&templates, 1);
-        let left_behind = LeftTemplate { path: image, format: "raw".to_owned() };
-        templates.left_behind(vec![(left_behind, vec![(1, ContentHash([7; 6]))])]);
+        let leftovers = LeftoverTemplate { path: image, format: "raw".to_owned() };
+        templates.leftovers(vec![(leftovers, vec![(1, ContentHash([7; 6]))])]);
         let infos = templates.infos();
         assert_eq!((infos.len(), infos[0].data_bytes), (1, Some(200 * PAGE_BYTES)));
         assert!(!directory.path().join("state/left").exists());
@@ -357,7 +358,8 @@ mod tests {
         };
         let templates = start();
         let known = (1..=200).map(|number| (number, ContentHash::of(&page(99 + number)))).collect();
-        templates.left_behind(vec![(LeftTemplate { path: image.clone(), format: "raw".to_owned() }, known)]);
+        templates
+            .leftovers(vec![(LeftoverTemplate { path: image.clone(), format: "raw".to_owned() }, known)]);
         assert_eq!(advertised_templates(&templates), 1);
         drop(templates);
 

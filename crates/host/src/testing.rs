@@ -4,7 +4,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::missing_panics_doc, reason = "a test may fail")]
 #![allow(missing_docs, clippy::new_without_default, reason = "only tests use it")]
 
-use std::io::{BufRead, BufReader, Write};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -19,19 +21,25 @@ use link::transport::{Channel, TcpTransport};
 use link::{
     ConnectedPeer, Connection, Endpoint, Incoming, LinkError, Listener, ListenerHandle, Rejected, Security,
 };
-use proto::message::{Message, Proposal};
+use net::redirection::host_kernel::HostKernel;
+use net::redirection::testing::FakeKernel;
+use proto::message::{Acceptance, Message, Proposal};
 use proto::{Epoch, HostId, Incarnation, MigrationId, VmName};
 use qemu::describe::redact_secrets;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
 use tracee::{Injector, Process};
 
 use crate::Context;
 use crate::EmulatorCache;
 use crate::HelperProgram;
+use crate::MigrationTransport;
+use crate::SourceVm;
 use crate::config::Config;
+use crate::dns_keeper::DnsKeeper;
 use crate::fault::Faults;
-use crate::names::NameLocks;
-use crate::names_keeper::NamesKeeper;
+use crate::name_locks::NameLocks;
+use crate::redirections;
 use crate::templates::Templates;
 use store::journal::{Journal, NewMigration, State, VmRecord};
 use store::registry::Registry;
@@ -70,6 +78,11 @@ pub fn proposal() -> Proposal {
     serde_json::from_value(proposal).unwrap()
 }
 
+/// Returns the answer of a destination that can do nothing special.
+pub fn acceptance() -> Acceptance {
+    serde_json::from_value(json!({ "findings": [], "qemu_start_us": 0, "ram_kind": "" })).unwrap()
+}
+
 /// Waits until a condition holds that other threads have to establish.
 #[track_caller]
 pub fn eventually(what: &str, holds: impl Fn() -> bool) {
@@ -102,6 +115,8 @@ fn accept_all(sender: Sender<Connection>) -> impl Fn(Result<ConnectedPeer, Rejec
 /// The agent `a`, and the connections to its peer `b`.
 pub struct World {
     pub context: Arc<Context>,
+    /// Kernel of redirections.
+    pub kernel: Arc<FakeKernel>,
     pub folder: tempfile::TempDir,
     arrivals: Receiver<Connection>,
     _peer: ListenerHandle,
@@ -129,10 +144,13 @@ impl World {
         );
         let config = Config::parse(&folder.path().join("agent.toml"), &text).unwrap();
         let router = link::Router::default();
+        let kernel = Arc::<FakeKernel>::default();
         let context = Context {
             journal: Journal::open(&config.state_dir, redact_secrets).unwrap(),
-            transport: Arc::new(TcpTransport::new(endpoint("a"), router.clone())),
-            router,
+            transport: MigrationTransport {
+                connections: Arc::new(TcpTransport::new(endpoint("a"), router.clone())),
+                router,
+            },
             registry,
             injector: Arc::new(Injector::new(PathBuf::from("/nonexistent"), Vec::new())),
             guard: HelperProgram { program: "/nonexistent".into(), arguments: Vec::new() },
@@ -140,7 +158,8 @@ impl World {
             boot_id: "this boot".to_owned(),
             arrivals: Arc::default(),
             names: NameLocks::default(),
-            names_keeper: NamesKeeper::load(&config),
+            dns_keeper: DnsKeeper::load(&config),
+            redirections: redirections::keeper_with(&config, Arc::clone(&kernel) as Arc<dyn HostKernel>),
             emulators: EmulatorCache::default(),
             fixed_costs: Mutex::default(),
             templates: Arc::new(
@@ -148,7 +167,7 @@ impl World {
             ),
             config,
         };
-        Self { context: Arc::new(context), folder, arrivals, _peer: peer }
+        Self { context: Arc::new(context), kernel, folder, arrivals, _peer: peer }
     }
 
     /// Returns the next connection that `a` opens to `b`.
@@ -272,6 +291,29 @@ pub struct Monitor {
     /// Number of connections that were accepted.
     pub connections: usize,
     clients: Vec<UnixStream>,
+    /// File that a client has passed.
+    passed: Option<File>,
+}
+
+/// Commands of a client, with the file that it may pass.
+struct Commands<'a> {
+    stream: UnixStream,
+    shared: &'a Mutex<Monitor>,
+}
+
+impl Read for Commands<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut passed = RecvAncillaryBuffer::new(&mut space);
+        let mut parts = [IoSliceMut::new(bytes)];
+        let received = recvmsg(&self.stream, &mut parts, &mut passed, RecvFlags::CMSG_CLOEXEC)?;
+        for message in passed.drain() {
+            if let RecvAncillaryMessage::ScmRights(files) = message {
+                self.shared.lock().unwrap().passed = files.last().map(File::from);
+            }
+        }
+        Ok(received.bytes)
+    }
 }
 
 impl Qemu {
@@ -313,6 +355,13 @@ impl Qemu {
             start_time_ticks: self.process.start_time(),
             generation: proto::Generation(1),
         }
+    }
+
+    /// Returns the VM, as a migration that begins finds it.
+    pub fn source_vm(&self, context: &Context) -> SourceVm {
+        let mut vm = SourceVm::find(context, &self.record()).unwrap();
+        "pc-q35-10.0".clone_into(&mut vm.machine_type);
+        vm
     }
 
     pub fn is_frozen(&self) -> bool {
@@ -360,7 +409,8 @@ fn is_frozen(process: &Process) -> bool {
 }
 
 fn serve(mut stream: UnixStream, process: &Process, shared: &Mutex<Monitor>) {
-    let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+    let commands = Commands { stream: stream.try_clone().unwrap(), shared };
+    let mut lines = BufReader::new(commands).lines();
     {
         let mut monitor = shared.lock().unwrap();
         monitor.connections += 1;
@@ -401,6 +451,15 @@ fn serve(mut stream: UnixStream, process: &Process, shared: &Mutex<Monitor>) {
             }
             "stop" | "cont" => {
                 monitor.running = command == "cont";
+                json!({})
+            }
+            "human-monitor-command" => json!(""),
+            "query-block" => json!([]),
+            "add-fd" => json!({ "fdset-id": 1, "fd": 9 }),
+            "xen-save-devices-state" => {
+                if let Some(mut file) = monitor.passed.as_ref() {
+                    file.write_all(b"QEVM\0\0\0\x03\x04section\0").unwrap();
+                }
                 json!({})
             }
             _ => json!({}),

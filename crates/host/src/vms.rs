@@ -193,7 +193,7 @@ fn starts_again(process: &QemuProcess) -> impl Iterator<Item = Finding> {
         severity: Severity::Warning,
         code: risk.when.code().to_owned(),
         what: risk.what,
-        advice: risk.remedy,
+        advice: risk.advice,
     })
 }
 

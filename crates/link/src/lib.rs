@@ -44,7 +44,7 @@ pub use endpoint::{Endpoint, Peer, Settings};
 pub use error::{BindError, ConnectError, HandshakeError, LinkError};
 pub use identity::{Identity, IdentityError, Security, TlsFiles};
 pub use listen::{ConnectedPeer, Listener, ListenerHandle, Rejected};
-pub use rate_limit::{RateLimit, TokenBucket};
+pub use rate_limit::RateLimit;
 pub use router::{Route, Router};
 
 // Tests inside and outside of the crate share helpers, which call it by its name.

@@ -181,7 +181,7 @@ impl ConnectedPeer {
         self.greeting.accept(&self.own, self.host, self.version)
     }
 
-    /// Refuses the peer, with a reason and a remedy. Waits up to a second for the peer to read them.
+    /// Refuses the peer, with a reason and advice. Waits up to a second for the peer to read them.
     pub fn refuse(mut self, reason: impl Into<String>) {
         self.greeting.refuse(reason.into());
     }

@@ -1,6 +1,6 @@
 //! A bandwidth limit that all streams of a migration share and that can be changed while they run.
 //!
-//! [`TokenBucket`] is the algorithm, without a clock: its input is the time, its output a grant or a waiting time.
+//! `TokenBucket` is the algorithm, without a clock: its input is the time, its output a grant or a waiting time.
 //! [`RateLimit`] puts threads to sleep by it.
 //!
 //! The limit counts the bytes written to the sockets: frames with their headers and, with TLS, its records. The headers
@@ -29,7 +29,7 @@ const GRANT_BYTES: u64 = 256 << 10;
 
 /// A token bucket: over any span of time, grants sum up to at most rate × time + burst.
 #[derive(Clone, Debug)]
-pub struct TokenBucket {
+struct TokenBucket {
     /// None for no limit.
     rate_bytes_per_s: Option<u64>,
     burst: Duration,
@@ -41,7 +41,7 @@ pub struct TokenBucket {
 
 impl TokenBucket {
     /// Creates a full bucket. A rate of None or 0 is no limit.
-    pub fn new(rate_bytes_per_s: Option<u64>, now: Duration) -> Self {
+    fn new(rate_bytes_per_s: Option<u64>, now: Duration) -> Self {
         let mut bucket = Self {
             rate_bytes_per_s: rate_bytes_per_s.filter(|rate| *rate > 0),
             burst: BURST,
@@ -53,12 +53,13 @@ impl TokenBucket {
     }
 
     /// The rate, in bytes per second; None for no limit.
-    pub fn rate_bytes_per_s(&self) -> Option<u64> {
+    #[cfg(test)]
+    fn rate_bytes_per_s(&self) -> Option<u64> {
         self.rate_bytes_per_s
     }
 
     /// Maximum number of bytes that are granted without any time passing.
-    pub fn burst_bytes(&self) -> u64 {
+    fn burst_bytes(&self) -> u64 {
         self.rate_bytes_per_s.map_or(0, |rate| {
             let burst = u128::from(rate) * self.burst.as_nanos() / NS_PER_S;
             u64::try_from(burst).unwrap_or(u64::MAX).max(MIN_BURST_BYTES)
@@ -66,14 +67,14 @@ impl TokenBucket {
     }
 
     /// Changes the rate from now on. Saved tokens stay, up to the new burst; none are added.
-    pub fn set_rate(&mut self, rate_bytes_per_s: Option<u64>, now: Duration) {
+    fn set_rate(&mut self, rate_bytes_per_s: Option<u64>, now: Duration) {
         self.refill(now);
         self.rate_bytes_per_s = rate_bytes_per_s.filter(|rate| *rate > 0);
         self.level = self.level.min(self.capacity());
     }
 
     /// Changes the burst, as time, from now on.
-    pub fn set_burst(&mut self, burst: Duration, now: Duration) {
+    fn set_burst(&mut self, burst: Duration, now: Duration) {
         self.refill(now);
         self.burst = burst;
         self.level = self.level.min(self.capacity());
@@ -81,7 +82,7 @@ impl TokenBucket {
 
     /// Requests permission to send `bytes`. Grants some or all of them (at least one, unless none were requested), or
     /// returns the time to wait before the next request.
-    pub fn take(&mut self, bytes: u64, now: Duration) -> Result<u64, Duration> {
+    fn take(&mut self, bytes: u64, now: Duration) -> Result<u64, Duration> {
         let Some(rate) = self.rate_bytes_per_s else { return Ok(bytes) };
         self.refill(now);
         let grant = bytes.min(GRANT_BYTES).min(self.burst_bytes());
@@ -107,7 +108,7 @@ impl TokenBucket {
     }
 }
 
-/// A [`TokenBucket`] for threads.
+/// A limit for threads, which wait while the bucket is empty.
 #[derive(Debug)]
 pub struct RateLimit {
     state: Mutex<LimitState>,
@@ -122,7 +123,6 @@ struct LimitState {
     limit: Option<u64>,
     /// Rate that the link carries without a queue, in bytes per second.
     pace: Option<u64>,
-    closed: bool,
 }
 
 impl LimitState {
@@ -139,7 +139,7 @@ impl RateLimit {
         let limit = rate_bytes_per_s.filter(|rate| *rate > 0);
         let bucket = TokenBucket::new(limit, Duration::ZERO);
         Self {
-            state: Mutex::new(LimitState { bucket, limit, pace: None, closed: false }),
+            state: Mutex::new(LimitState { bucket, limit, pace: None }),
             changed: Condvar::new(),
             origin: Instant::now(),
         }
@@ -169,19 +169,8 @@ impl RateLimit {
         self.changed.notify_all();
     }
 
-    /// Waits until `bytes` may be sent. False if the limit was closed instead.
-    pub fn take(&self, bytes: u64) -> bool {
-        self.take_or_cancel(bytes, &AtomicBool::new(false), None).is_ok()
-    }
-
-    /// Closes the limit: waiting threads return, and no later call waits.
-    pub fn close(&self) {
-        self.lock().closed = true;
-        self.changed.notify_all();
-    }
-
-    /// Waits like [`RateLimit::take`], but also gives up at the deadline, or when `is_cancelled` is set and
-    /// [`RateLimit::wake`] is called after that.
+    /// Waits until `bytes` may be sent. Gives up at the deadline, or when `is_cancelled` is set and [`RateLimit::wake`]
+    /// is called after that.
     pub(crate) fn take_or_cancel(
         &self,
         bytes: u64,
@@ -191,7 +180,7 @@ impl RateLimit {
         let mut left = bytes;
         let mut state = self.lock();
         loop {
-            if state.closed || is_cancelled.load(Ordering::Acquire) {
+            if is_cancelled.load(Ordering::Acquire) {
                 return Err(LinkError::Closed);
             }
             match state.bucket.take(left, self.origin.elapsed()) {
@@ -357,18 +346,22 @@ mod tests {
     #[test]
     fn zero_is_no_limit() {
         assert_eq!(RateLimit::new(Some(0)).rate_bytes_per_s(), None);
-        assert!(RateLimit::new(Some(0)).take(u64::MAX));
-        assert!(RateLimit::new(None).take(u64::MAX));
+        assert!(take(&RateLimit::new(Some(0)), u64::MAX));
+        assert!(take(&RateLimit::new(None), u64::MAX));
+    }
+
+    /// Waits until these bytes may be sent.
+    fn take(limit: &RateLimit, bytes: u64) -> bool {
+        limit.take_or_cancel(bytes, &AtomicBool::new(false), None).is_ok()
     }
 
     /// Threads that would wait for a year. Each of these ends them, whether they already sleep or not yet.
     #[test]
     fn waiting_threads_notice() {
         type End = fn(&RateLimit, &AtomicBool);
-        let ends: [(End, bool); 4] = [
+        let ends: [(End, bool); 3] = [
             (|limit, _| limit.set_rate(None), true),
             (|limit, _| limit.set_rate(Some(u64::MAX)), true),
-            (|limit, _| limit.close(), false),
             (
                 |limit, is_cancelled| {
                     is_cancelled.store(true, Ordering::Release);
@@ -395,13 +388,6 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_closed_limit_stays_closed() {
-        let limit = RateLimit::new(None);
-        limit.close();
-        assert!(!limit.take(1));
-    }
-
     /// Several streams get no more than one would.
     #[test]
     fn streams_share_the_limit() {
@@ -412,7 +398,7 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..20 {
-                        assert!(limit.take(100_000));
+                        assert!(take(&limit, 100_000));
                         // The time is read after the sum, so that it can only be too long.
                         let sum = sent.fetch_add(100_000, Ordering::SeqCst) + 100_000;
                         let allowed = begin.elapsed().as_nanos() * u128::from(rate) / NS_PER_S;

@@ -24,7 +24,7 @@ use whimbrel_memory::{
 struct Written(bool);
 
 impl DirtyLog for Written {
-    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
+    fn scan_dirty(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         if self.0 {
             for block in into {
                 block.set(0..block.pages());

@@ -289,7 +289,7 @@ mod tests {
             let (parts, left) = Guest::new(pages, hot, written_per_s, 118 * MIB).move_it();
             let mut all = PageSet::new(pages * PAGE_BYTES);
             for part in &parts {
-                assert_eq!(all.count_common(part), 0, "a page went twice");
+                assert_eq!(all.count_common(part), 0, "a page is in two parts");
                 all.insert(part);
             }
             assert!(all.count() + left >= pages, "a page is lost");

@@ -51,8 +51,9 @@ pub use first_pass::FirstPass;
 pub use meter::{LinkCounters, LinkMeter};
 pub use page_set::{ChunkPages, PageSet};
 pub use post_copy::{
-    BadPageSet, MissingPages, MissingPagesFile, Placer, RecentWrites, RemainingPages, WriterSwitch,
-    decode_chunks, decode_set, encode_set,
+    BadPageSet, FaultReader, MissingPages, MissingPagesFile, PageArrivalError, PageRequests, Placer,
+    RecentWrites, RemainingPages, RequestsEnd, WriterSwitch, answer_page_requests, decode_chunks, decode_set,
+    encode_set, receive_missing_pages,
 };
 pub use ram::{BlockReader, BlockWriter, DiscardMethod, RamError, RamRegion, open_destination, open_source};
 pub use receive::{

@@ -12,6 +12,8 @@
 //! |---|---|
 //! | `missing_pages` | the destination's missing pages |
 //! | `missing_pages_file` | the file that records them for the next agent |
+//! | `page_requests` | the destination's requests, and the pages that arrive on them |
+//! | `page_answers` | the source's answers |
 //! | `remaining` | the source's remaining pages |
 //! | `set` | encoding of sets of pages, for messages and files |
 //! | `switched` | blocks that are written first, and in which pages are placed later |
@@ -25,12 +27,16 @@
 
 mod missing_pages;
 mod missing_pages_file;
+mod page_answers;
+mod page_requests;
 mod remaining;
 mod set;
 mod switched;
 
 pub use missing_pages::{MissingPages, Placer};
 pub use missing_pages_file::MissingPagesFile;
+pub use page_answers::{RequestsEnd, answer_page_requests, receive_missing_pages};
+pub use page_requests::{FaultReader, PageArrivalError, PageRequests};
 pub use remaining::{RecentWrites, RemainingPages};
 pub use set::{BadPageSet, decode_chunks, decode_set, encode_set};
 pub use switched::WriterSwitch;

@@ -34,9 +34,11 @@ use crate::ram::{BlockWriter, RamError};
 use crate::reductions::decoders::AcceptedReductions;
 use crate::reductions::decoding::{BadFrame, BadPacked};
 
+mod acknowledger;
 mod placement;
 mod worker;
 
+use acknowledger::Acknowledger;
 use placement::Placement;
 use worker::StreamWorker;
 
@@ -348,16 +350,11 @@ impl Receiver {
             sink: connection.sink,
             round: newest,
             seen: newest,
-            applied: 0,
-            acked: 0,
-            bytes_since_ack: 0,
+            acknowledger: Acknowledger::default(),
             written: Vec::new(),
             found: Vec::new(),
             decoders: self.shared.accepted.decoders(),
             placement: Placement::default(),
-            waited: Duration::ZERO,
-            acked_at: None,
-            acks: 0,
             niceness: None,
             brought_ram: false,
         };
@@ -441,7 +438,7 @@ impl ReceiverHandle {
 impl ReceiverState {
     /// Reads pages of a block in their current state.
     fn read(&self, block: u16, first_page: u64, into: &mut [u8]) -> Result<(), RamError> {
-        let nowhere = || RamError::Disk(format!("there is no page {first_page} of block {block}").into());
+        let nowhere = || RamError::NoPage { block, page: first_page };
         let writer = self.ram.get(usize::from(block)).ok_or_else(nowhere)?;
         let offset = first_page.checked_mul(PAGE_BYTES).ok_or_else(nowhere)?;
         let end = offset.checked_add(into.len() as u64).filter(|end| *end <= writer.bytes());
@@ -456,7 +453,7 @@ impl ReceiverState {
 
 impl fmt::Debug for ReceiverState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shared").field("rounds", &self.rounds).finish_non_exhaustive()
+        f.debug_struct("ReceiverState").field("rounds", &self.rounds).finish_non_exhaustive()
     }
 }
 

@@ -56,9 +56,9 @@ pub enum DirtyLogError {
     /// The memory cannot be reached.
     #[error(transparent)]
     Ram(#[from] RamError),
-    /// The log of another participant than memory, or of a disk.
+    /// The log of blocks that are no memory.
     #[error(transparent)]
-    Disk(Box<dyn std::error::Error + Send + Sync>),
+    Other(Box<dyn std::error::Error + Send + Sync>),
 }
 
 /// Error of reading the dirty log.
@@ -78,7 +78,7 @@ pub trait DirtyLog: Send {
     ///
     /// Clearing a mark and protecting the page again have to be one step, and pages that were written and then dropped
     /// count as written (traps 3 and 4). On an error, `into` holds the pages found by then.
-    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError>;
+    fn scan_dirty(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError>;
 }
 
 /// Pages that the destination must receive before the guest may run there: those written since they were last sent, and
@@ -135,7 +135,7 @@ impl OwedPages {
 
     /// Begins a round: takes the dirty pages out of the log. Pages that were owed before stay so.
     pub fn clear_marks(mut self, log: &mut dyn DirtyLog) -> Result<ClearedPages, ScanFailed> {
-        match log.take(&mut self.blocks) {
+        match log.scan_dirty(&mut self.blocks) {
             Ok(scan) => Ok(ClearedPages { owed: self, scan }),
             Err(source) => Err(ScanFailed { owed: self, source }),
         }
@@ -151,7 +151,7 @@ impl OwedPages {
         let first = first.min(self.blocks.len());
         let others = self.blocks.split_off(first);
         let mut into: Vec<_> = self.blocks.iter().map(PageSet::emptied).chain(others).collect();
-        let taken = log.take(&mut into);
+        let taken = log.scan_dirty(&mut into);
         self.blocks.extend(into.split_off(first));
         self.blocks.iter_mut().zip(&into).for_each(|(mine, found)| mine.insert(found));
         match taken {

@@ -104,7 +104,7 @@ impl TrackedRam {
 }
 
 impl TrackedBlock {
-    fn take(
+    fn scan_dirty(
         &mut self,
         tracker: &mut WriteTracker,
         compared: bool,
@@ -127,11 +127,11 @@ impl TrackedBlock {
 }
 
 impl DirtyLog for TrackedRam {
-    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
+    fn scan_dirty(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         let started = Instant::now();
         let mut pages = 0;
         for (number, (block, into)) in self.blocks.iter_mut().zip(into).enumerate() {
-            let result = block.take(&mut self.tracker, self.compared, &mut self.found);
+            let result = block.scan_dirty(&mut self.tracker, self.compared, &mut self.found);
             // Also after an error, because the next scan will not find these pages again.
             self.reductions.written(number, &block.dirty);
             into.insert(&block.dirty);

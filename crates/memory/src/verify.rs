@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn where_the_system_gives_no_thread_the_callers_is_enough() {
+    fn without_other_threads_the_callers_is_enough() {
         let alone = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "--ignored", "--nocapture", "--test-threads=1", "verify::tests::hashes_alone"])
             // No address space has room for such a stack.

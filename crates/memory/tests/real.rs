@@ -438,13 +438,13 @@ fn pages_are_counted_as_they_are_found() {
     let mut into: Vec<_> = regions.iter().map(|one| whimbrel_memory::PageSet::new(one.bytes)).collect();
     let hinted = Arc::new(HintedPages::new(regions.iter().map(|one| one.bytes)));
     log.report_to(Reductions::new(vec![hinted.clone()], None));
-    assert_eq!(log.take(&mut into).unwrap().pages, 0);
+    assert_eq!(log.scan_dirty(&mut into).unwrap().pages, 0);
     let answer = hinted.begin();
     hinted.add_free(answer, 0, 0..3);
     hinted.add_free(answer, 1, 0..u64::MAX);
     source.order("write 4096 1 3");
     source.order(&format!("write {} 8192 3", 5 * MIB - 4096));
-    assert_eq!(log.take(&mut into).unwrap().pages, 3);
+    assert_eq!(log.scan_dirty(&mut into).unwrap().pages, 3);
     assert!(into[0].contains(1));
     let border = regions[0].bytes / 4096;
     let high = 5 * MIB / 4096 - border;

@@ -15,7 +15,7 @@ mod post_copy_receiver;
 mod receiving;
 mod references;
 mod stages;
-pub mod untrusted;
+mod untrusted;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
 use engine::handover::destination::{DestinationReport, DestinationState};
-use engine::session::{DestinationSession, RegistryClient, SourceControlStream};
+use engine::session::{ControlGeneration, DestinationSession, RegistryClient};
 use link::transport::{ConnectionHandle, MessageSender};
 use proto::message::Proposal;
 
@@ -60,22 +60,22 @@ struct Questions {
 }
 
 /// Sending half of a connection, and the handle that ends it.
-type Link = (Box<dyn MessageSender>, Arc<dyn ConnectionHandle>);
+type OpenConnection = (Box<dyn MessageSender>, Arc<dyn ConnectionHandle>);
 
 /// Connections of the source.
 struct DestinationConnections {
     /// Connections that the source reads, the control stream and connections for questions alike, by the driver's own
     /// count.
-    links: BTreeMap<u64, Link>,
+    open: BTreeMap<u64, OpenConnection>,
     /// The control stream among `links`, and its generation.
-    control: SourceControlStream,
+    control: ControlGeneration,
     /// A device state, or a list of pages, that is being received on the control stream.
     incoming_payload: Option<loading::IncomingPayload>,
 }
 
 impl DestinationConnections {
     fn new() -> Self {
-        Self { links: BTreeMap::new(), control: SourceControlStream::new(), incoming_payload: None }
+        Self { open: BTreeMap::new(), control: ControlGeneration::new(), incoming_payload: None }
     }
 }
 
@@ -101,6 +101,8 @@ struct DestinationReporter {
     reason: Option<String>,
     /// The last report to users, and the state in which it was made; it is not repeated with every retry.
     last_report: Option<(&'static str, DestinationReport)>,
+    /// The last error that was logged of those that recur with every retry.
+    logged_error: Option<String>,
     /// Digest of the loaded device state, and the time that loading needed, in microseconds.
     loaded: Option<(String, u64)>,
     /// Statistics of `cont`; absent if another agent sent it.

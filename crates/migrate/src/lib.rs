@@ -2,8 +2,10 @@
 
 mod clock;
 pub mod destination;
+mod device_state;
 mod repeated_announcement;
 pub mod source;
 mod state_machine;
+pub mod untrusted_page;
 
 pub(crate) use api::with_causes as chain;

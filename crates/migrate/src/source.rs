@@ -212,7 +212,7 @@ pub struct SourceDetails {
     pub accepted: bool,
     /// Regions of the guest's memory, if pages are sent after the guest runs at the destination.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub later: Option<Vec<JournalledRegion>>,
+    pub post_copied_regions: Option<Vec<JournalledRegion>>,
     /// The VM's QEMU. The journal's own record of the VM can be forgotten or replaced in the meantime.
     #[serde(default)]
     pub process: Option<ProcessIdentity>,
@@ -237,7 +237,13 @@ impl SourceDetails {
             start_time_ticks: vm.process.start_time(),
             qmp: vm.qmp_path.clone(),
         });
-        Self { boot_id: context.boot_id.clone(), accepted, later: None, process, vm_ended: false }
+        Self {
+            boot_id: context.boot_id.clone(),
+            accepted,
+            post_copied_regions: None,
+            process,
+            vm_ended: false,
+        }
     }
 
     /// Returns the record of the VM's QEMU, as the migration found it.
@@ -354,6 +360,7 @@ impl SourceDriver {
             context: Arc::clone(&context),
             terms: terms.clone(),
             controls: Arc::clone(&controls),
+            is_resumed: state != SourceState::Idle,
         });
         Self {
             context,

@@ -31,7 +31,7 @@ mod abi {
     pub(super) const GET_NEIGHBOUR: u16 = 30;
     pub(super) const NEIGHBOUR_BYTES: usize = 12;
     pub(super) const DESTINATION: u16 = 1;
-    pub(super) const STATION: u16 = 2;
+    pub(super) const LLADDR: u16 = 2;
 }
 
 /// Returns the addresses of this host.
@@ -48,15 +48,15 @@ pub fn own(route: &Socket) -> io::Result<BTreeSet<IpAddr>> {
     Ok(addresses)
 }
 
-/// Returns the addresses that this host knows as neighbours at these stations: it routes packets for them.
-pub fn neighbours(route: &Socket, stations: &[Mac]) -> io::Result<BTreeSet<IpAddr>> {
+/// Returns the addresses that this host knows as neighbours at these MAC addresses: it routes packets for them.
+pub fn neighbours(route: &Socket, macs: &[Mac]) -> io::Result<BTreeSet<IpAddr>> {
     let mut requests = Requests::default();
     requests.request(abi::GET_NEIGHBOUR, DUMP, &[0; abi::NEIGHBOUR_BYTES]);
     let mut addresses = BTreeSet::new();
     route.dump(requests, |body| {
         let listed = body.get(abi::NEIGHBOUR_BYTES..).unwrap_or_default();
-        let station = attribute(listed, abi::STATION);
-        if station.is_some_and(|station| stations.iter().any(|known| known.0 == station)) {
+        let mac = attribute(listed, abi::LLADDR);
+        if mac.is_some_and(|mac| macs.iter().any(|known| known.0 == mac)) {
             addresses.extend(attribute(listed, abi::DESTINATION).and_then(address));
         }
     })?;
@@ -74,7 +74,7 @@ fn address(bytes: &[u8]) -> Option<IpAddr> {
 /// Samples of the addresses from which a guest sends. Between two looks the kernel keeps a few of its frames and drops
 /// the others, so that this costs hardly anything.
 #[derive(Debug)]
-pub struct AddressSampler {
+pub struct SourceAddressSampler {
     sockets: Vec<(PacketSocket, Mac)>,
     known: BTreeSet<IpAddr>,
     /// Sockets for questions to the guest.
@@ -82,11 +82,11 @@ pub struct AddressSampler {
     asked: BTreeSet<IpAddr>,
 }
 
-impl AddressSampler {
+impl SourceAddressSampler {
     /// Begins to sample the cards behind these interfaces, which are in the network namespace of this thread.
     pub fn start<'a>(cards: impl IntoIterator<Item = (&'a str, Mac)>) -> io::Result<Self> {
         let socket = |(interface, mac): (&str, Mac)| -> io::Result<(PacketSocket, Mac)> {
-            Ok((PacketSocket::listen(interface, &filter::sender(mac))?, mac))
+            Ok((PacketSocket::listen(interface, &filter::ether_src(mac))?, mac))
         };
         let cards: Vec<_> = cards.into_iter().collect();
         let sockets = cards.iter().copied().map(socket).collect::<io::Result<_>>()?;
@@ -99,7 +99,7 @@ impl AddressSampler {
         })
     }
 
-    /// Asks the guest alone, once, which of these addresses are its own. It answers as it does to every station, and
+    /// Asks the guest alone, once, which of these addresses are its own. It answers as it does to everybody in its network, and
     /// learns no address by that. Its answers are seen by later [looks](Self::look).
     pub fn ask(&mut self, candidates: impl IntoIterator<Item = IpAddr>) {
         for candidate in candidates {
@@ -135,7 +135,7 @@ impl AddressSampler {
     }
 }
 
-/// Returns the address of the sender of a packet or of an answer, if it is one station's.
+/// Returns the address of the sender of a packet or of an answer, if it is one machine's.
 fn sender(frame: &Frame<'_>) -> Option<IpAddr> {
     let sender = match frame.kind {
         ARP => address(frame.payload.get(14..18)?),

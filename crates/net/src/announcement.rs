@@ -1,7 +1,7 @@
 //! Frames that announce where a guest is now.
 //!
-//! A switch learns a station's place from any frame that the station sends: a reverse ARP request is the frame that
-//! no station answers (QEMU sends the same one). Routers and fabrics that keep addresses instead of stations learn
+//! A switch learns where a MAC address is from any frame that comes from it: a reverse ARP request is the frame that
+//! no machine answers (QEMU sends the same one). Routers and fabrics that keep addresses instead of MAC addresses learn
 //! from a gratuitous ARP request (RFC 5227) or an unsolicited neighbour advertisement (RFC 4861, 7.2.6), which are
 //! composed only for addresses that the guest itself [has claimed](crate::claims).
 
@@ -32,7 +32,7 @@ pub fn frames(mac: Mac, claims: &[Claim]) -> Vec<Vec<u8>> {
     places.chain(claims.iter().map(|claim| of_address(mac, claim))).collect()
 }
 
-/// Returns the frame that announces an address of the station with this MAC address.
+/// Returns the frame that announces an address of the machine with this MAC address.
 pub(crate) fn of_address(mac: Mac, claim: &Claim) -> Vec<u8> {
     match claim.address {
         IpAddr::V4(address) => gratuitous_arp(mac, claim.vlan, address),
@@ -66,7 +66,7 @@ pub(crate) fn arp(operation: u8, sender: (Mac, Ipv4Addr), target: (Mac, Ipv4Addr
     message
 }
 
-/// Composes a reverse ARP request of a station for itself.
+/// Composes a reverse ARP request of a machine for itself.
 fn reverse_arp(mac: Mac, vlan: Option<u16>) -> Vec<u8> {
     let own = (mac, Ipv4Addr::UNSPECIFIED);
     compose(Mac::BROADCAST, mac, vlan, RARP, &arp(3, own, own))

@@ -2,7 +2,7 @@
 //!
 //! Only these are announced in the guest's name. A frame that a guest merely sends from an address proves nothing: a
 //! router forwards the packets of others, and with proxy ARP it even answers for them. So an address counts when the
-//! guest asks or announces from it, with the MAC address of its card, and it no longer counts when another station
+//! guest asks or announces from it, with the MAC address of its card, and it no longer counts when another machine
 //! claims it: a VRRP backup must not take an address away from the router that has it now.
 
 use std::collections::BTreeMap;
@@ -28,7 +28,7 @@ pub(crate) const ICMPV6: u8 = 58;
 pub(crate) const ADVERTISEMENT: u8 = 136;
 /// Flag of an advertisement: the sender is a router.
 pub(crate) const ROUTER: u8 = 0x80;
-/// Flag of an advertisement: replaces what neighbours know. Absent if the sender answers for another station.
+/// Flag of an advertisement: replaces what neighbours know. Absent if the sender answers for another machine.
 pub(crate) const OVERRIDE: u8 = 0x20;
 /// Option of an advertisement: the link-layer address of the target.
 pub(crate) const TARGET_ADDRESS: u8 = 2;
@@ -62,7 +62,7 @@ impl Claims {
     pub fn observe(&mut self, is_from_guest: bool, frame: &Frame<'_>) {
         let Some(statement) = Statement::of(frame) else { return };
         let key = (frame.vlan, statement.address);
-        if statement.station != self.mac {
+        if statement.mac != self.mac {
             self.known.remove(&key);
             return;
         }
@@ -85,12 +85,12 @@ impl Claims {
     }
 }
 
-/// Statement of a station that an address is at a MAC address.
+/// Statement that an address is at a MAC address.
 struct Statement {
     address: IpAddr,
-    station: Mac,
+    mac: Mac,
     is_router: bool,
-    /// True if no station says this for another one.
+    /// True if no machine says this for another one.
     is_claim: bool,
 }
 
@@ -103,13 +103,13 @@ impl Statement {
         }
     }
 
-    /// Reads the sender of an ARP message. An answer may be one for another station, unless it announces itself.
+    /// Reads the sender of an ARP message. An answer may be one for another machine, unless it announces itself.
     fn of_arp(payload: &[u8]) -> Option<Self> {
         let message: &[u8; ARP_BYTES] = payload.first_chunk()?;
         if !message.starts_with(&ARP_START) || !matches!(message[6..8], [0, 1 | 2]) {
             return None;
         }
-        let (station, address) = (message[8..].first_chunk()?, message[14..].first_chunk::<4>()?);
+        let (mac, address) = (message[8..].first_chunk()?, message[14..].first_chunk::<4>()?);
         let address = Ipv4Addr::from(*address);
         // A sender that only probes an address has none yet.
         let is_usable = !address.is_unspecified()
@@ -117,8 +117,8 @@ impl Statement {
             && !address.is_multicast()
             && !address.is_broadcast();
         let is_claim = message[7] == 1 || message[14..18] == message[24..28];
-        let (address, station) = (address.into(), Mac(*station));
-        is_usable.then_some(Self { address, station, is_router: false, is_claim })
+        let (address, mac) = (address.into(), Mac(*mac));
+        is_usable.then_some(Self { address, mac, is_router: false, is_claim })
     }
 
     /// Reads a neighbour advertisement. A solicitation claims nothing: its sender may still be finding out if the
@@ -137,9 +137,9 @@ impl Statement {
         }
         let address = Ipv6Addr::from(*fixed[8..].first_chunk::<16>()?);
         let is_usable = !address.is_unspecified() && !address.is_loopback() && !address.is_multicast();
-        let station = target_address(options).filter(|_| is_usable)?;
+        let mac = target_address(options).filter(|_| is_usable)?;
         let is_router = flags & ROUTER != 0;
-        Some(Self { address: address.into(), station, is_router, is_claim: true })
+        Some(Self { address: address.into(), mac, is_router, is_claim: true })
     }
 }
 

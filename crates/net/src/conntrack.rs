@@ -1,11 +1,12 @@
-//! Connection tracking: entries of a guest's connections, which stateful firewalls and NAT need at its new host.
+//! Conntrack: the entries of a guest's connections, which stateful firewalls and NAT need at its new host.
 //!
 //! An entry is copied as the kernel lists it, with these differences. NAT is requested anew: the answers' direction is
 //! given as it would be without NAT, together with the mappings, and the kernel computes the rest from these; an entry
 //! whose directions simply differ would not be translated. Flags that only the kernel may set are left out. Sequence
 //! numbers and windows, which the kernel does not list, begin anew with the next packets.
 
-mod inside;
+mod lists;
+mod untranslated;
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -13,6 +14,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use crate::netlink::{ACKNOWLEDGE, CREATE, DUMP, EXCLUSIVE, Requests, Socket, attribute, attributes};
+pub use lists::{any_of, ends_of_all, list};
 
 /// Entries that are sent to the kernel at once.
 const AT_ONCE: usize = 64;
@@ -71,16 +73,16 @@ const COPIED: [u16; 4] = [abi::TIMEOUT, abi::MARK, abi::ZONE, abi::LABELS];
 const COPIED_NESTED: [u16; 4] =
     [abi::PROTOCOL_STATE, abi::MASTER, abi::SEQUENCE_ORIGINAL, abi::SEQUENCE_REPLY];
 
-/// A tracked connection: family, and the attributes that are copied, as the kernel lists them.
+/// An entry of conntrack: family, and the attributes that are copied, as the kernel lists them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TrackedConnection(Vec<u8>);
+pub struct ConntrackEntry(Vec<u8>);
 
 /// Error: bytes are not entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("connection tracking entries are cut off or too long")]
-pub struct BadFlows;
+pub struct BadEntries;
 
-impl TrackedConnection {
+impl ConntrackEntry {
     /// Keeps of an entry in the kernel's list what is copied; none if it is damaged.
     fn of_list(body: &[u8]) -> Option<Self> {
         let (header, listed) = body.split_at_checked(NFGEN_BYTES)?;
@@ -105,10 +107,10 @@ impl TrackedConnection {
     }
 
     /// Decodes an entry that another host has sent, and returns what follows it.
-    pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), BadFlows> {
-        let (length, rest) = bytes.split_first_chunk().ok_or(BadFlows)?;
+    pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), BadEntries> {
+        let (length, rest) = bytes.split_first_chunk().ok_or(BadEntries)?;
         let length = Some(u32::from_le_bytes(*length) as usize).filter(|length| *length <= ENTRY_BYTES);
-        let (entry, rest) = rest.split_at_checked(length.ok_or(BadFlows)?).ok_or(BadFlows)?;
+        let (entry, rest) = rest.split_at_checked(length.ok_or(BadEntries)?).ok_or(BadEntries)?;
         Ok((Self(entry.to_vec()), rest))
     }
 
@@ -124,9 +126,9 @@ impl TrackedConnection {
         self.attribute(kind)?.first_chunk().map(|number| u32::from_be_bytes(*number))
     }
 
-    /// Returns the flow in the direction of its first packet, and of the answers; none if the entry is damaged.
-    fn flows(&self) -> Option<(Flow, Flow)> {
-        Some((Flow::of(self.attribute(abi::ORIGINAL)?)?, Flow::of(self.attribute(abi::REPLY)?)?))
+    /// Returns the tuples in the direction of its first packet, and of the answers; none if the entry is damaged.
+    fn tuples(&self) -> Option<(Tuple, Tuple)> {
+        Some((Tuple::of(self.attribute(abi::ORIGINAL)?)?, Tuple::of(self.attribute(abi::REPLY)?)?))
     }
 
     /// Returns what distinguishes the entry from all others of a host.
@@ -182,7 +184,7 @@ impl TrackedConnection {
 
     /// Appends the request that makes the entry anew.
     fn request(&self, requests: &mut Requests) -> Option<()> {
-        let (original, reply) = self.flows()?;
+        let (original, reply) = self.tuples()?;
         let status = self.number(abi::STATUS).unwrap_or(0);
         let (is_source, is_destination) =
             (status & abi::IS_SOURCE_NAT != 0, status & abi::IS_DESTINATION_NAT != 0);
@@ -234,9 +236,9 @@ impl TrackedConnection {
     }
 }
 
-impl fmt::Display for TrackedConnection {
+impl fmt::Display for ConntrackEntry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.flows() {
+        match self.tuples() {
             Some((original, _)) => original.fmt(f),
             None => write!(f, "a damaged entry"),
         }
@@ -245,15 +247,15 @@ impl fmt::Display for TrackedConnection {
 
 /// One direction of a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Flow {
+struct Tuple {
     source: IpAddr,
     destination: IpAddr,
-    /// Protocol, and attributes that distinguish its flows: ports, or ICMP's identifier, type and code.
+    /// Protocol, and attributes that distinguish its tuples: ports, or ICMP's identifier, type and code.
     protocol: u8,
     parts: Vec<(u16, Vec<u8>)>,
 }
 
-impl Flow {
+impl Tuple {
     fn of(tuple: &[u8]) -> Option<Self> {
         let [source, destination] = ends(tuple)?;
         let protocol = attribute(tuple, abi::TUPLE_PROTOCOL)?;
@@ -312,7 +314,7 @@ impl Flow {
     }
 }
 
-impl fmt::Display for Flow {
+impl fmt::Display for Tuple {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let protocol = match self.protocol {
             1 | 58 => "icmp".to_owned(),
@@ -393,47 +395,9 @@ pub fn check(netfilter: &Socket) -> io::Result<()> {
     netfilter.dump(requests, |_| {})
 }
 
-/// Returns the entries of connections of which an end has one of these addresses, `most` at most, and true if there are
-/// no others.
-pub fn list(
-    netfilter: &Socket,
-    addresses: &BTreeSet<IpAddr>,
-    most: usize,
-) -> io::Result<(Vec<TrackedConnection>, bool)> {
-    let mut requests = Requests::default();
-    requests.request(abi::GET, DUMP, &[0; NFGEN_BYTES]);
-    let (mut entries, mut is_whole) = (Vec::new(), true);
-    netfilter.dump(requests, |body| {
-        if !body.get(NFGEN_BYTES..).is_some_and(|listed| is_of(listed, addresses)) {
-            return;
-        }
-        if entries.len() < most {
-            entries.extend(TrackedConnection::of_list(body));
-        } else {
-            is_whole = false;
-        }
-    })?;
-    Ok((entries, is_whole))
-}
-
-/// Returns addresses of the ends of all connections, `most` at most.
-pub fn ends_of_all(netfilter: &Socket, most: usize) -> io::Result<BTreeSet<IpAddr>> {
-    let mut requests = Requests::default();
-    requests.request(abi::GET, DUMP, &[0; NFGEN_BYTES]);
-    let mut found = BTreeSet::new();
-    netfilter.dump(requests, |body| {
-        let listed = body.get(NFGEN_BYTES..).unwrap_or_default();
-        for kind in [abi::ORIGINAL, abi::REPLY] {
-            let ends = attribute(listed, kind).and_then(ends).filter(|_| found.len() < most);
-            found.extend(ends.into_iter().flatten());
-        }
-    })?;
-    Ok(found)
-}
-
-/// A tracked connection that the kernel refused.
+/// An entry that the kernel refused.
 #[derive(Debug)]
-pub struct RefusedConnection {
+pub struct RefusedEntry {
     /// Number of the entry among those of the call.
     pub index: usize,
     /// Error of the kernel.
@@ -441,11 +405,11 @@ pub struct RefusedConnection {
 }
 
 /// Installs entries, and returns those that cannot be. A helper or labels that this host does not know are left out.
-pub fn install(netfilter: &Socket, entries: &[TrackedConnection]) -> io::Result<Vec<RefusedConnection>> {
+pub fn install(netfilter: &Socket, entries: &[ConntrackEntry]) -> io::Result<Vec<RefusedEntry>> {
     let (related, first): (Vec<_>, Vec<_>) =
         entries.iter().enumerate().partition(|(_, entry)| entry.is_related());
-    let mut refused = for_all(netfilter, &first, TrackedConnection::request)?;
-    refused.extend(for_all(netfilter, &related, TrackedConnection::request)?);
+    let mut refused = for_all(netfilter, &first, ConntrackEntry::request)?;
+    refused.extend(for_all(netfilter, &related, ConntrackEntry::request)?);
     let (present, failed): (Vec<_>, Vec<_>) =
         refused.into_iter().partition(|refused| refused.error.kind() == io::ErrorKind::AlreadyExists);
     let plain: Vec<_> = failed.iter().map(|refused| entries.get(refused.index)?.without_extras()).collect();
@@ -454,7 +418,7 @@ pub fn install(netfilter: &Socket, entries: &[TrackedConnection]) -> io::Result<
         .zip(&failed)
         .filter_map(|(entry, refused)| Some((refused.index, entry.as_ref()?)))
         .collect();
-    let mut left = for_all(netfilter, &again, TrackedConnection::request)?;
+    let mut left = for_all(netfilter, &again, ConntrackEntry::request)?;
     left.extend(present);
     left.extend(
         failed.into_iter().zip(&plain).filter(|(_, plain)| plain.is_none()).map(|(refused, _)| refused),
@@ -463,23 +427,23 @@ pub fn install(netfilter: &Socket, entries: &[TrackedConnection]) -> io::Result<
 }
 
 /// Removes entries, and returns those that cannot be: they may have ended.
-pub fn remove(netfilter: &Socket, entries: &[TrackedConnection]) -> io::Result<Vec<RefusedConnection>> {
+pub fn remove(netfilter: &Socket, entries: &[ConntrackEntry]) -> io::Result<Vec<RefusedEntry>> {
     let numbered: Vec<_> = entries.iter().enumerate().collect();
-    for_all(netfilter, &numbered, TrackedConnection::removal)
+    for_all(netfilter, &numbered, ConntrackEntry::removal)
 }
 
 fn for_all(
     netfilter: &Socket,
-    entries: &[(usize, &TrackedConnection)],
-    request: impl Fn(&TrackedConnection, &mut Requests) -> Option<()>,
-) -> io::Result<Vec<RefusedConnection>> {
+    entries: &[(usize, &ConntrackEntry)],
+    request: impl Fn(&ConntrackEntry, &mut Requests) -> Option<()>,
+) -> io::Result<Vec<RefusedEntry>> {
     let mut refused = Vec::new();
     for some in entries.chunks(AT_ONCE) {
         let (mut requests, mut asked) = (Requests::default(), Vec::new());
         for (index, entry) in some {
             let mut one = Requests::default();
             if request(entry, &mut one).is_none() {
-                refused.push(RefusedConnection { index: *index, error: io::ErrorKind::InvalidData.into() });
+                refused.push(RefusedEntry { index: *index, error: io::ErrorKind::InvalidData.into() });
                 continue;
             }
             requests.append(one);
@@ -491,7 +455,7 @@ fn for_all(
         }
         for (number, error) in netfilter.exchange(requests)? {
             if let Some(index) = (number as usize).checked_sub(1).and_then(|number| asked.get(number)) {
-                refused.push(RefusedConnection { index: *index, error });
+                refused.push(RefusedEntry { index: *index, error });
             }
         }
     }

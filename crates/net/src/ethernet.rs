@@ -26,7 +26,7 @@ pub const VLAN: u16 = 0x8100;
 pub struct Mac(pub [u8; 6]);
 
 impl Mac {
-    /// Address of all stations.
+    /// Broadcast address.
     pub const BROADCAST: Self = Self([0xff; 6]);
 }
 

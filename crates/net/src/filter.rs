@@ -61,8 +61,8 @@ fn of_kinds(kinds: &[u16]) -> Vec<FilterStep> {
     steps
 }
 
-/// Selects the frames from and to one station.
-pub fn station(mac: Mac) -> [FilterStep; 10] {
+/// Selects the frames from and to one MAC address, as `ether host` of pcap-filter does.
+pub fn ether_host(mac: Mac) -> [FilterStep; 10] {
     let number = mac.0.iter().fold(0, |number, byte| number << 8 | u64::from(*byte));
     let (high, low) = ((number >> 16) as u32, (number & 0xffff) as u32);
     [
@@ -79,9 +79,9 @@ pub fn station(mac: Mac) -> [FilterStep; 10] {
     ]
 }
 
-/// Selects the frames from one station.
-pub fn sender(mac: Mac) -> [FilterStep; 6] {
-    let [.., load_high, high, load_low, low, accept, refuse] = station(mac);
+/// Selects the frames from one MAC address, as `ether src` does.
+pub fn ether_src(mac: Mac) -> [FilterStep; 6] {
+    let [.., load_high, high, load_low, low, accept, refuse] = ether_host(mac);
     [load_high, high, load_low, low, accept, refuse]
 }
 
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stations_frames_are_read_in_both_directions() {
+    fn frames_of_a_mac_address_are_read_in_both_directions() {
         let other = Mac([0x52, 0x54, 0, 0, 1, 1]);
         for (destination, source, is_read) in [
             (GUEST, other, true),
@@ -177,7 +177,7 @@ mod tests {
             (Mac::BROADCAST, OTHER, false),
         ] {
             let frame = compose(destination, source, None, 0x0800, &[]);
-            assert_eq!(accepts(&station(GUEST), &frame), is_read, "{source} to {destination}");
+            assert_eq!(accepts(&ether_host(GUEST), &frame), is_read, "{source} to {destination}");
         }
     }
 
@@ -188,7 +188,7 @@ mod tests {
             accepts(&probe(), &frame);
             let own = Frame::parse(&frame, None)
                 .is_some_and(|frame| frame.source == GUEST || frame.destination == GUEST);
-            prop_assert_eq!(accepts(&station(GUEST), &frame), own);
+            prop_assert_eq!(accepts(&ether_host(GUEST), &frame), own);
         }
     }
 }

@@ -32,7 +32,7 @@ impl HeldFrame {
         header
     }
 
-    /// Returns true if the frame is for all stations or for a group of them, so that both hosts get it.
+    /// Returns true if the frame is a broadcast or a multicast, so that both hosts get it.
     pub fn is_for_many(&self) -> bool {
         self.frame.first().is_some_and(|first| first & 1 != 0)
     }
@@ -83,19 +83,19 @@ pub(crate) const MOST_BYTES: usize = 64 << 20;
 
 /// Order of the frames at the destination: those of the source first, then those that arrived here directly.
 #[derive(Debug)]
-pub struct FrameOrder {
+pub struct FrameReorderer {
     /// Time at which the guest began to run here; before that nothing is due.
     ran: Option<Instant>,
     /// Time of the source's last frame.
     last: Instant,
     direct: Vec<HeldFrame>,
     direct_bytes: usize,
-    /// Frames for many stations that the source sent: the same ones came here directly.
+    /// Broadcasts and multicasts that the source sent: the same ones came here directly.
     for_many: HashSet<Vec<u8>>,
     for_many_bytes: usize,
 }
 
-impl FrameOrder {
+impl FrameReorderer {
     /// Creates the order for a guest that is announced at this time.
     pub fn new(now: Instant) -> Self {
         Self {
@@ -198,7 +198,7 @@ mod tests {
     fn direct_frames_follow_those_of_the_source() {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
-        let mut order = FrameOrder::new(start);
+        let mut order = FrameReorderer::new(start);
         assert!(!order.is_due(at(200)), "the guest does not run");
         order.runs(start);
         assert!(!order.is_due(at(19)));
@@ -212,7 +212,7 @@ mod tests {
         assert!(!order.is_due(at(99)) && order.is_due(at(100)));
         assert_eq!(order.take_direct(), [frame(0, 1)]);
         assert_eq!(order.take_direct(), []);
-        let mut late = FrameOrder::new(start);
+        let mut late = FrameReorderer::new(start);
         late.runs(at(50));
         late.record_from_source(at(100), &frame(0, 4));
         assert!(!late.is_due(at(100)) && late.is_due(at(150)));
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn what_both_hosts_got_arrives_once() {
-        let mut order = FrameOrder::new(Instant::now());
+        let mut order = FrameReorderer::new(Instant::now());
         order.record_from_source(Instant::now(), &frame(0xff, 1));
         order.record_from_source(Instant::now(), &frame(0, 2));
         for direct in [frame(0xff, 1), frame(0xff, 3), frame(0, 2)] {
@@ -233,7 +233,7 @@ mod tests {
     /// An agent that cannot go on would keep them until the host has no memory.
     #[test]
     fn no_more_is_kept_than_there_is_room_for() {
-        let mut order = FrameOrder::new(Instant::now());
+        let mut order = FrameReorderer::new(Instant::now());
         let large = |first| HeldFrame { frame: vec![first; MOST_BYTES / 4], ..frame(0, 1) };
         for number in 0..9 {
             order.direct(large(0));

@@ -10,59 +10,59 @@
 //! | [`claims`] | the addresses that a guest itself has claimed; pure |
 //! | [`announcement`] | the frames that announce a guest's new place; pure |
 //! | [`filter`] | programs by which the kernel selects frames; pure |
-//! | [`listener`] | observes the claims of a running guest |
+//! | [`claim_snooper`] | observes the claims of a running guest |
 //! | [`announcer`] | sends announcements through a guest's tap |
-//! | [`reachability`] | measures when a guest is reached, and when it sends |
+//! | [`first_frames`] | measures when a guest is reached, and when it sends |
 //! | [`held`] | frames that are held while a guest moves, and their order; pure |
 //! | [`addresses`] | finds the addresses of a host, and those from which a guest sends |
-//! | [`conntrack`] | lists, installs and removes entries of connection tracking, with their NAT |
-//! | [`flows`] | which entries the new host of a guest lacks; pure |
-//! | [`installer`] | installs entries until the guest is here, or does not arrive |
+//! | [`conntrack`] | lists, installs and removes conntrack entries, with their NAT |
+//! | [`conntrack_sync`] | which entries the new host of a guest lacks; pure |
+//! | [`conntrack_installer`] | installs entries until the guest is here, or does not arrive |
 //! | [`netlink`] | composes and parses netlink messages, and exchanges them with the kernel |
 //! | [`divert`] | sends a tap's frames to a tap of our own, until this process ends at the latest |
 //! | [`holder`], [`merger`] | hold frames at the source; deliver them at the destination, in order |
 //! | [`probe`] | frames that prove that two taps are in one network; pure |
 //! | [`prober`] | sends and looks for these frames |
-//! | [`pinger`] | asks a guest that has moved, from the host where it was |
-//! | [`ports`] | the place of a tap in the bridges of its host |
+//! | [`arping`] | asks a guest that has moved, from the host where it was |
+//! | [`bridge_ports`] | the place of a tap in the bridges of its host |
 //! | [`redirection`] | redirects connections of a guest that has moved to another network |
-//! | [`inventory`] | lists what this program has in the kernel of a host |
+//! | [`own_objects`] | lists what this program has in the kernel of a host |
 
 pub mod addresses;
 pub mod announcement;
 pub mod announcer;
+pub mod arping;
+pub mod bridge_ports;
+pub mod claim_snooper;
 pub mod claims;
 pub mod conntrack;
+pub mod conntrack_installer;
+pub mod conntrack_sync;
 pub mod divert;
 pub mod ethernet;
 pub mod filter;
-pub mod flows;
+pub mod first_frames;
 pub mod held;
 pub mod holder;
-pub mod installer;
-pub mod inventory;
-pub mod listener;
+mod loop_thread;
 pub mod merger;
 pub mod netlink;
-pub mod pinger;
-pub mod ports;
+pub mod own_objects;
 pub mod probe;
 pub mod prober;
-pub mod reachability;
 pub mod redirection;
-mod repeater;
 
 pub use announcer::Announcer;
+pub use arping::{Arping, ArpingTarget};
+pub use claim_snooper::ClaimSnooper;
 pub use claims::{Claim, Claims};
+pub use conntrack_installer::ConntrackInstaller;
 pub use divert::Diversion;
 pub use ethernet::Mac;
+pub use first_frames::{FirstFrames, FirstFramesWatch};
 pub use held::HeldFrame;
 pub use holder::Holder;
-pub use installer::FlowInstaller;
-pub use inventory::{KernelItem, KernelItemKind};
-pub use listener::Listener;
-pub use merger::{Merger, MergerInput};
-pub use pinger::{PingedCard, Pinger};
+pub use merger::{Merger, MergerHandle};
+pub use own_objects::{OwnObject, OwnObjectKind};
 pub use probe::NetworkProof;
 pub use prober::{ProbedTap, Prober};
-pub use reachability::{FirstFrames, FirstFramesWatch};

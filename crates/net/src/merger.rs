@@ -1,7 +1,7 @@
 //! Frames for a guest that arrives: those that the source held, then those that the network sends here.
 //!
 //! Until the guest is announced, frames that arrive here directly are copies of those that the source receives, and are
-//! discarded. After the announcement they are kept until the source has sent no frame for a moment ([`FrameOrder`]):
+//! discarded. After the announcement they are kept until the source has sent no frame for a moment ([`FrameReorderer`]):
 //! otherwise frames of one connection would overtake each other.
 
 use std::collections::VecDeque;
@@ -16,7 +16,7 @@ use tracing::{debug, warn};
 
 use crate::divert::Diversion;
 use crate::ethernet::Mac;
-use crate::held::{FrameOrder, HeldFrame, MOST_BYTES};
+use crate::held::{FrameReorderer, HeldFrame, MOST_BYTES};
 use crate::holder::{UNDER_WAY, is_full};
 
 /// Longest wait for room in the tap of a guest that runs, since it had some: the guest's user may have paused it.
@@ -27,11 +27,11 @@ const ROOM_PAUSE: Duration = Duration::from_millis(1);
 
 /// Merges the frames for one guest, in a thread. Dropping it before the guest runs ends the diversion.
 #[derive(Debug)]
-pub struct Merger(MergerInput);
+pub struct Merger(MergerHandle);
 
 /// Takes the frames that the source held; can be used for as long as they may arrive.
 #[derive(Clone, Debug)]
-pub struct MergerInput(Arc<Shared>);
+pub struct MergerHandle(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
@@ -59,7 +59,7 @@ enum Phase {
     /// Frames that arrive here directly are discarded.
     Discarding,
     /// Frames that arrive here directly are kept.
-    Keeping(FrameOrder),
+    Keeping(FrameReorderer),
     /// Frames that arrive here directly follow those that wait; the rules go when nothing waits, or at this time.
     Following(Instant),
     /// Frames go to the guest by themselves.
@@ -90,11 +90,11 @@ impl Merger {
             merged.lock().thread_ends();
         };
         thread::Builder::new().name("merge".to_owned()).spawn(merge)?;
-        Ok(Self(MergerInput(shared)))
+        Ok(Self(MergerHandle(shared)))
     }
 
     /// Returns the input for frames of the source.
-    pub fn input(&self) -> MergerInput {
+    pub fn handle(&self) -> MergerHandle {
         self.0.clone()
     }
 
@@ -134,7 +134,7 @@ impl Drop for Merger {
     }
 }
 
-impl MergerInput {
+impl MergerHandle {
     /// Delivers frames of the source, at once as far as the guest's tap has room for them. Until the guest is announced
     /// they wait: a QEMU whose network card is not loaded yet reads one frame, and loses it when the card is loaded.
     /// When the diversion has ended, this waits for room.
@@ -162,7 +162,7 @@ impl State {
             self.phase = Phase::Released;
             return;
         }
-        let mut order = FrameOrder::new(now);
+        let mut order = FrameReorderer::new(now);
         self.waiting.iter().for_each(|frame| order.record_from_source(now, frame));
         self.phase = Phase::Keeping(order);
     }

@@ -279,6 +279,24 @@ impl Socket {
         }
     }
 
+    /// Sends a request for a table, and returns true if an entry is `found`. The rest is not read, so that the connection is
+    /// of no use after that.
+    pub fn has(self, requests: Requests, found: impl Fn(&[u8]) -> bool) -> io::Result<bool> {
+        self.send(requests)?;
+        let mut buffer = vec![0; ANSWER_BYTES];
+        loop {
+            let bytes = self.receive(&mut buffer)?;
+            for answer in answers(&buffer[..bytes]) {
+                match answer.kind {
+                    DONE => return Ok(false),
+                    ERROR => return failure(answer.body).map_or(Ok(false), Err),
+                    _ if found(answer.body) => return Ok(true),
+                    _ => {}
+                }
+            }
+        }
+    }
+
     fn send(&self, requests: Requests) -> io::Result<()> {
         let bytes = requests.finish();
         if send(&self.0, &bytes, SendFlags::empty())? == bytes.len() {

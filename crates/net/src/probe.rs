@@ -1,9 +1,9 @@
 //! Probe of a network: frames that prove that two taps are in one layer-2 network, and that a gateway answers there.
 //!
-//! The source sends a frame with the number of this probe from the guest's tap to all stations, and looks for it at the
+//! The source sends a frame with the number of this probe from the guest's tap as a broadcast, and looks for it at the
 //! guest's tap at the destination: where it arrives with the same VLAN tag, the guest will be reached, and reach
-//! others, as before. Gateways are asked as a station asks that has no address yet: by an ARP probe (RFC 5227) or a
-//! neighbour solicitation from the unspecified address (RFC 4862). So no address of another station is used, and no
+//! others, as before. Gateways are asked as a machine asks that has no address yet: by an ARP probe (RFC 5227) or a
+//! neighbour solicitation from the unspecified address (RFC 4862). So no address of another machine is used, and no
 //! neighbour learns a wrong one. The MAC addresses are locally administered, and thrown away.
 
 use std::collections::BTreeSet;
@@ -13,13 +13,13 @@ use crate::announcement::{arp, checksum};
 use crate::claims::{ADVERTISEMENT, ICMPV6, IPV6_BYTES};
 use crate::ethernet::{ARP, Frame, IPV6, Mac, compose};
 
-/// Kind of our frames: one that is kept free for experiments (IEEE 802), so that no station answers.
+/// Kind of our frames: one that is kept free for experiments (IEEE 802), so that no machine answers.
 pub(crate) const PROBE: u16 = 0x88b5;
 /// Beginning of their payload.
 const START: &[u8] = b"whimbrel";
 
 /// Beginning of the MAC addresses from which a probe is sent.
-const STATION_START: [u8; 3] = [0x02, 0x57, 0x48];
+const PROBE_MAC_START: [u8; 3] = [0x02, 0x57, 0x48];
 
 /// Answer to an ARP request.
 const ARP_REPLY: [u8; 2] = [0, 2];
@@ -38,10 +38,10 @@ pub enum Side {
 }
 
 /// Returns the MAC address from which one host sends on one of its taps.
-pub fn station(nonce: u64, card: usize, side: Side) -> Mac {
+pub fn probe_mac(nonce: u64, card: usize, side: Side) -> Mac {
     let number = nonce.wrapping_add(2 * card as u64 + u64::from(side == Side::Destination));
     let [.., high, middle, low] = number.to_be_bytes();
-    let [first, second, third] = STATION_START;
+    let [first, second, third] = PROBE_MAC_START;
     Mac([first, second, third, high, middle, low])
 }
 
@@ -51,12 +51,12 @@ pub fn frame(nonce: u64, card: Mac, from: Mac, vlan: Option<u16>) -> Vec<u8> {
     compose(Mac::BROADCAST, from, vlan, PROBE, &payload)
 }
 
-/// Composes a frame without a tag for one station alone, which does not answer it.
-pub fn frame_to(station: Mac, nonce: u64, from: Mac) -> Vec<u8> {
-    compose(station, from, None, PROBE, &[START, &nonce.to_be_bytes(), &station.0].concat())
+/// Composes a frame without a tag for one MAC address alone, which does not answer it.
+pub fn frame_to(to: Mac, nonce: u64, from: Mac) -> Vec<u8> {
+    compose(to, from, None, PROBE, &[START, &nonce.to_be_bytes(), &to.0].concat())
 }
 
-/// Composes a question for the station with an address.
+/// Composes a question for the machine with an address.
 pub fn question(address: IpAddr, from: Mac) -> Vec<u8> {
     match address {
         IpAddr::V4(address) => {
@@ -67,10 +67,10 @@ pub fn question(address: IpAddr, from: Mac) -> Vec<u8> {
     }
 }
 
-/// Composes the same question for one station alone, which is asked if it has the address.
-pub fn question_to(station: Mac, address: IpAddr, from: Mac) -> Vec<u8> {
+/// Composes the same question for one MAC address alone, which is asked if it has the address.
+pub fn question_to(to: Mac, address: IpAddr, from: Mac) -> Vec<u8> {
     let mut frame = question(address, from);
-    frame[..station.0.len()].copy_from_slice(&station.0);
+    frame[..to.0.len()].copy_from_slice(&to.0);
     frame
 }
 
@@ -174,17 +174,19 @@ mod tests {
     }
 
     fn from() -> Mac {
-        station(NONCE, 0, Side::Source)
+        probe_mac(NONCE, 0, Side::Source)
     }
 
     #[test]
-    fn each_tap_of_a_probe_has_a_station_of_its_own() {
-        let stations: BTreeSet<_> = (0..10)
-            .flat_map(|card| [Side::Source, Side::Destination].map(|side| station(u64::MAX - 3, card, side)))
+    fn each_tap_of_a_probe_has_a_mac_address_of_its_own() {
+        let macs: BTreeSet<_> = (0..10)
+            .flat_map(|card| {
+                [Side::Source, Side::Destination].map(|side| probe_mac(u64::MAX - 3, card, side))
+            })
             .collect();
-        assert_eq!(stations.len(), 20);
-        // Locally administered, and of one station.
-        assert!(stations.iter().all(|Mac([first, ..])| first & 3 == 2));
+        assert_eq!(macs.len(), 20);
+        // Locally administered, and of one machine.
+        assert!(macs.iter().all(|Mac([first, ..])| first & 3 == 2));
     }
 
     #[test]

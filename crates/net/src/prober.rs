@@ -11,9 +11,9 @@ use tracing::debug;
 
 use crate::announcer::{Card, send};
 use crate::ethernet::{Frame, Mac};
-use crate::probe::{NetworkProof, Side, frame, question, station};
-use crate::repeater::{Pause, Repeater};
-use crate::{filter, ports};
+use crate::loop_thread::{LoopThread, Pause};
+use crate::probe::{NetworkProof, Side, frame, probe_mac, question};
+use crate::{bridge_ports, filter};
 
 /// Pause between the frames of the source, of which any may be lost: short at first, because the destination waits for
 /// one as soon as its QEMU has started.
@@ -30,14 +30,14 @@ const QUESTION_PAUSE: Duration = Duration::from_millis(200);
 /// Sends the frames of a probe in a thread, until it is dropped.
 #[derive(Debug)]
 pub struct Prober {
-    _repeater: Repeater,
+    _loop_thread: LoopThread,
 }
 
 impl Prober {
     /// Begins to send from the taps of these cards, each without a tag and in each of its VLANs.
     pub fn start(nonce: u64, cards: Vec<(Card, Vec<u16>)>) -> io::Result<Self> {
-        let repeater = Repeater::start("probe", move |pause| repeat(nonce, &cards, pause))?;
-        Ok(Self { _repeater: repeater })
+        let loop_thread = LoopThread::start("probe", move |pause| repeat(nonce, &cards, pause))?;
+        Ok(Self { _loop_thread: loop_thread })
     }
 }
 
@@ -45,7 +45,7 @@ fn repeat(nonce: u64, cards: &[(Card, Vec<u16>)], pause: &Pause) {
     let began = Instant::now();
     loop {
         for (number, (card, vlans)) in cards.iter().enumerate() {
-            let from = station(nonce, number, Side::Source);
+            let from = probe_mac(nonce, number, Side::Source);
             for vlan in vlans.iter().copied().map(Some).chain([None]) {
                 if let Err(error) = send(&card.taps, &frame(nonce, card.mac, from, vlan)) {
                     debug!(mac = %card.mac, %error, "a frame of the probe was not sent");
@@ -58,15 +58,15 @@ fn repeat(nonce: u64, cards: &[(Card, Vec<u16>)], pause: &Pause) {
         }
     }
     for (number, (card, _)) in cards.iter().enumerate() {
-        forget(card, station(nonce, number, Side::Source));
+        forget(card, probe_mac(nonce, number, Side::Source));
     }
 }
 
-/// Makes the bridge of this host forget the station of a probe; it would do so by itself after some minutes.
-fn forget(card: &Card, station: Mac) {
-    let forgotten = card.interface().map(|interface| ports::forget(interface, station));
+/// Makes the bridge of this host forget the MAC address of a probe; it would do so by itself after some minutes.
+fn forget(card: &Card, probe_mac: Mac) {
+    let forgotten = card.interface().map(|interface| bridge_ports::forget(interface, probe_mac));
     if let Some(Err(error)) = forgotten {
-        debug!(mac = %card.mac, %error, "the bridge does not know the station of the probe");
+        debug!(mac = %card.mac, %error, "the bridge does not know the MAC address of the probe");
     }
 }
 
@@ -101,7 +101,7 @@ pub fn prove(nonce: u64, taps: &[ProbedTap<'_>], patience: Duration) -> io::Resu
         if asked.is_none_or(|asked: Instant| asked.elapsed() >= QUESTION_PAUSE) {
             asked = Some(Instant::now());
             for (number, (tap, proof)) in taps.iter().zip(&proofs).enumerate() {
-                ask(tap.card, proof, station(nonce, number, Side::Destination));
+                ask(tap.card, proof, probe_mac(nonce, number, Side::Destination));
             }
         }
         let mut waits: Vec<_> = sockets.iter().map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
@@ -112,7 +112,7 @@ pub fn prove(nonce: u64, taps: &[ProbedTap<'_>], patience: Duration) -> io::Resu
         }
     }
     for (number, tap) in taps.iter().enumerate().filter(|(_, tap)| !tap.gateways.is_empty()) {
-        forget(tap.card, station(nonce, number, Side::Destination));
+        forget(tap.card, probe_mac(nonce, number, Side::Destination));
     }
     Ok(proofs)
 }

@@ -7,9 +7,9 @@ use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 
 use lab::{DEADLINE, Host, Lab, LabConfig, vm_address};
-use net::conntrack::{self, TrackedConnection};
-use net::flows::FlowChange;
-use net::installer::{FlowInstaller, discard_recorded};
+use net::conntrack::{self, ConntrackEntry};
+use net::conntrack_installer::{ConntrackInstaller, remove_recorded};
+use net::conntrack_sync::EntryChange;
 use net::netlink::Socket;
 use whimbrel_net as net;
 
@@ -59,7 +59,7 @@ impl Network {
 
     /// Returns the entries of the server's connections. Its kernel joins multicast groups at a time of its own: those
     /// entries are left out.
-    fn entries(&self) -> Vec<TrackedConnection> {
+    fn entries(&self) -> Vec<ConntrackEntry> {
         let server = BTreeSet::from([IpAddr::from(vm_address(1))]);
         let list = || conntrack::list(&Socket::netfilter().unwrap(), &server, usize::MAX);
         let (entries, is_whole) = self.router().within(list).unwrap().unwrap();
@@ -121,11 +121,11 @@ fn connections_with_nat_go_on_with_entries_that_were_copied() {
         texts.iter().all(|text| text.contains("10.93.0.1:") && text.ends_with("→ 10.93.0.254:80")),
         "{texts:?}"
     );
-    let copy = |entry: &TrackedConnection| {
+    let copy = |entry: &ConntrackEntry| {
         let mut bytes = Vec::new();
         entry.encode(&mut bytes);
-        let (copy, rest) = TrackedConnection::decode(&bytes).unwrap();
-        assert!(rest.is_empty() && TrackedConnection::decode(&bytes[1..]).is_err());
+        let (copy, rest) = ConntrackEntry::decode(&bytes).unwrap();
+        assert!(rest.is_empty() && ConntrackEntry::decode(&bytes[1..]).is_err());
         copy
     };
     let copied: Vec<_> = entries.iter().map(copy).collect();
@@ -133,7 +133,7 @@ fn connections_with_nat_go_on_with_entries_that_were_copied() {
 
     // From now on only what is known passes, as at a host to which a guest has just moved.
     network.pass("ct mark 0x77 counter drop");
-    let within = |work: &(dyn Fn(&Socket) -> std::io::Result<Vec<conntrack::RefusedConnection>> + Sync)| {
+    let within = |work: &(dyn Fn(&Socket) -> std::io::Result<Vec<conntrack::RefusedEntry>> + Sync)| {
         network.router().within(|| work(&Socket::netfilter().unwrap())).unwrap().unwrap()
     };
     assert!(within(&|socket| conntrack::remove(socket, &entries)).is_empty());
@@ -145,7 +145,7 @@ fn connections_with_nat_go_on_with_entries_that_were_copied() {
     assert!(failed.is_empty(), "{failed:?}");
     let again = within(&|socket| conntrack::install(socket, &copied));
     let exists =
-        |refused: &conntrack::RefusedConnection| refused.error.kind() == std::io::ErrorKind::AlreadyExists;
+        |refused: &conntrack::RefusedEntry| refused.error.kind() == std::io::ErrorKind::AlreadyExists;
     assert!(
         again.len() == 2 && again.iter().all(exists),
         "an entry that is there is not replaced: {again:?}"
@@ -169,6 +169,11 @@ fn entries_of_others_are_left_alone() {
     let other = BTreeSet::from([IpAddr::from(vm_address(2))]);
     let list = || conntrack::list(&Socket::netfilter().unwrap(), &other, usize::MAX);
     assert_eq!(network.router().within(list).unwrap().unwrap().0, []);
+    for (address, is_there) in [(vm_address(1), true), (vm_address(2), false)] {
+        let addresses = BTreeSet::from([IpAddr::from(address)]);
+        let any = || conntrack::any_of(Socket::netfilter().unwrap(), &addresses).unwrap();
+        assert_eq!(network.at_router(any), is_there, "{address}");
+    }
 }
 
 #[test]
@@ -180,14 +185,14 @@ fn entries_of_a_guest_that_does_not_arrive_are_removed() {
     let _server = listener.accept().unwrap();
     let entries = network.entries();
     assert_eq!(entries.len(), 1);
-    let install = || vec![FlowChange::Install(entries[0].clone())];
+    let install = || vec![EntryChange::Install(entries[0].clone())];
     let record = network.router().directory().join("flows");
-    let start = || network.at_router(|| FlowInstaller::start(&record)).unwrap();
+    let start = || network.at_router(|| ConntrackInstaller::start(&record)).unwrap();
 
     let installer = start();
     let result = installer.apply(install()).unwrap();
     assert_eq!((result.installed, result.failed), (0, vec![]), "it is the router's own");
-    network.at_router(|| installer.discard());
+    network.at_router(|| installer.remove_all());
     assert_eq!(network.entries().len(), 1, "what was there before stays");
     assert!(!record.exists());
 
@@ -200,7 +205,7 @@ fn entries_of_a_guest_that_does_not_arrive_are_removed() {
     assert!(matches!(&again[..], [again] if again.is_like(&entries[0])), "{again:?}, of {entries:?}");
     // As if this process had died.
     drop(installer);
-    network.at_router(|| discard_recorded(&record));
+    network.at_router(|| remove_recorded(&record));
     assert_eq!((network.entries(), record.exists()), (vec![], false));
 
     let installer = start();
@@ -210,8 +215,8 @@ fn entries_of_a_guest_that_does_not_arrive_are_removed() {
 
     // An entry with NAT is of use only where its address is.
     assert!(network.at_router(remove).is_empty());
-    let own = || vec![FlowChange::InstallWithOwnAddress(entries[0].clone())];
-    let elsewhere = network.lab.b.within(|| FlowInstaller::start(&record)).unwrap().unwrap();
+    let own = || vec![EntryChange::InstallWithOwnAddress(entries[0].clone())];
+    let elsewhere = network.lab.b.within(|| ConntrackInstaller::start(&record)).unwrap().unwrap();
     let failed = elsewhere.apply(own()).unwrap().failed;
     assert!(failed.len() == 1 && failed[0].1.contains("translated by an address of the host"), "{failed:?}");
     assert_eq!(installer.apply(own()).unwrap().installed, 1);

@@ -237,7 +237,7 @@ fn held_frames_are_passed_on_and_delivered_back_in_order() {
 fn frames_of_the_source_precede_those_that_came_directly() {
     let guest = Guest::new();
     let merger = Merger::start(guest.divert()).unwrap();
-    let source = merger.input();
+    let source = merger.handle();
     guest.sends(1);
     source.deliver(vec![held(10)]);
     merger.announced().unwrap();
@@ -341,7 +341,7 @@ fn a_frame_that_cannot_be_sent_keeps_no_other_back() {
     until("they are there", || !guest.tap.is_empty().unwrap());
     assert_eq!(guest.received(), [1, 3]);
     let merger = Merger::start(guest.divert()).unwrap();
-    let source = merger.input();
+    let source = merger.handle();
     // The guest has changed its address, which this host does not know.
     let changed = HeldFrame { card: OTHER, ..held(12) };
     source.deliver(vec![held(10), HeldFrame { frame: long(11), ..held(11) }, changed]);
@@ -356,7 +356,7 @@ fn frames_wait_for_room_in_the_guests_tap() {
     let guest = Guest::new();
     guest.set("txqueuelen", "4");
     let merger = Merger::start(guest.divert()).unwrap();
-    let source = merger.input();
+    let source = merger.handle();
     source.deliver((1..=20).map(held).collect());
     merger.announced().unwrap();
     guest.sends(21);
@@ -377,7 +377,7 @@ fn a_guest_that_reads_nothing_keeps_no_rules() {
     let guest = Guest::new();
     guest.set("txqueuelen", "4");
     let merger = Merger::start(guest.divert()).unwrap();
-    let source = merger.input();
+    let source = merger.handle();
     merger.announced().unwrap();
     source.deliver((1..=20).map(held).collect());
     merger.guest_runs();

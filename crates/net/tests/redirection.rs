@@ -13,19 +13,19 @@ mod tunnels;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-use net::inventory;
+use net::own_objects;
 use net::redirection::keeper::RedirectionError;
-use net::redirection::onward::{NetworkMove, moved};
+use net::redirection::next_move::{NetworkMove, next_redirection};
 use net::redirection::teardown;
 use net::redirection::{
-    GuestAddressing, GuestPlace, LanNetwork, Prefix, RecordStage, Redirection, TunnelKind, survey,
+    GuestPlace, NewAddressMode, Prefix, RecordStage, Redirection, Subnet, TunnelKind, host_facts,
 };
 use network::{BOTH, Ends, Family, NEW, Network, OLD, tunnel};
 use whimbrel_net as net;
 
 /// Moves the guest from the old host to the new one.
-fn first_move(network: &Network, addressing: GuestAddressing) -> Redirection {
-    let families = if addressing == GuestAddressing::Both { &BOTH[..1] } else { &BOTH[..] };
+fn first_move(network: &Network, addressing: NewAddressMode) -> Redirection {
+    let families = if addressing == NewAddressMode::Configured { &BOTH[..1] } else { &BOTH[..] };
     network.first_move(addressing, families, tunnel(TunnelKind::Vxlan))
 }
 
@@ -33,7 +33,7 @@ fn first_move(network: &Network, addressing: GuestAddressing) -> Redirection {
 fn connections_go_on_in_another_network_and_nothing_is_left() {
     let network = Network::new();
     let before = network.state();
-    let redirection = first_move(&network, GuestAddressing::Translated);
+    let redirection = first_move(&network, NewAddressMode::Nat);
     let mut old: Vec<_> = BOTH.iter().map(|family| network.connect(*family, OLD)).collect();
     let mut opened: Vec<_> = BOTH.iter().map(|family| network.connect_from_guest(*family).0).collect();
     old.iter_mut().chain(&mut opened).for_each(Ends::exchange);
@@ -43,7 +43,7 @@ fn connections_go_on_in_another_network_and_nothing_is_left() {
     assert_ne!(network.state(), before);
     old.iter_mut().for_each(Ends::exchange);
     for (side, record) in [OLD, NEW].into_iter().zip(prepared) {
-        network.at(side, |keeper| keeper.undo(record)).unwrap();
+        network.at(side, |keeper| keeper.remove(&record)).unwrap();
     }
     assert_eq!(network.state(), before);
 
@@ -66,7 +66,9 @@ fn connections_go_on_in_another_network_and_nothing_is_left() {
 
     for side in [OLD, NEW] {
         let items = network.host(side).within(|| {
-            [inventory::devices(), inventory::tables(), inventory::routing()].map(Result::unwrap).concat()
+            [own_objects::devices(), own_objects::tables(), own_objects::routing()]
+                .map(Result::unwrap)
+                .concat()
         });
         let items = items.unwrap();
         assert!(
@@ -84,7 +86,7 @@ fn connections_go_on_in_another_network_and_nothing_is_left() {
             count.unwrap().unwrap() == Some(0)
         })
     });
-    network.release(records);
+    network.remove(records);
     network.move_guest(OLD);
     assert_eq!(network.state(), before);
 }
@@ -93,7 +95,7 @@ fn connections_go_on_in_another_network_and_nothing_is_left() {
 fn a_redirection_outlives_agents_and_hosts_and_obeys_its_owner() {
     let network = Network::new();
     let before = network.state();
-    let redirection = first_move(&network, GuestAddressing::Translated);
+    let redirection = first_move(&network, NewAddressMode::Nat);
     let mut old = network.connect(Family::V4, OLD);
     let mut records = network.prepare(&redirection);
     network.move_guest(NEW);
@@ -103,26 +105,26 @@ fn a_redirection_outlives_agents_and_hosts_and_obeys_its_owner() {
     // The old host starts anew: its kernel has nothing, but the record is there.
     network.host(OLD).within(|| network::forget_all(7)).unwrap();
     let restored = network.at(OLD, |keeper| {
-        let (records, errors) = keeper.restore()?;
+        let (records, errors) = keeper.resume()?;
         assert!(errors.is_empty(), "{errors:?}");
         Ok(records)
     });
     assert_eq!(restored.unwrap(), records[..1]);
     old.exchange();
     // An agent that starts anew finds everything there.
-    let restored = network.at(NEW, whimbrel_net::redirection::RedirectionKeeper::restore).unwrap();
+    let restored = network.at(NEW, whimbrel_net::redirection::RedirectionKeeper::resume).unwrap();
     assert_eq!((restored.0.as_slice(), restored.1.len()), (&records[1..], 0));
     old.exchange();
 
     let late = Redirection { epoch: 2, migration: "guest#2".to_owned(), ..redirection.clone() };
-    let refused = network.at(OLD, |keeper| keeper.prepare(&late, &network.abilities(OLD)));
+    let refused = network.at(OLD, |keeper| keeper.prepare(&late));
     assert!(matches!(refused, Err(RedirectionError::NotOwner(_))), "{refused:?}");
     // The owner itself may repeat what it did.
-    let again = network.at(NEW, |keeper| keeper.prepare(&redirection, &network.abilities(NEW))).unwrap();
+    let again = network.at(NEW, |keeper| keeper.prepare(&redirection)).unwrap();
     assert_eq!((again.stage, &again), (RecordStage::Active, &records[1]));
     old.exchange();
     drop(old);
-    network.release(records);
+    network.remove(records);
     network.move_guest(OLD);
     assert_eq!(network.state(), before);
 }
@@ -131,7 +133,7 @@ fn a_redirection_outlives_agents_and_hosts_and_obeys_its_owner() {
 fn a_guest_that_moves_back_takes_its_redirection_along() {
     let network = Network::new();
     let before = network.state();
-    let first = first_move(&network, GuestAddressing::Translated);
+    let first = first_move(&network, NewAddressMode::Nat);
     let mut old = network.connect(Family::V4, OLD);
     let mut records = network.prepare(&first);
     network.move_guest(NEW);
@@ -144,19 +146,32 @@ fn a_guest_that_moves_back_takes_its_redirection_along() {
         migration: "guest#4".to_owned(),
         epoch: 4,
         card: network::CARD,
-        addressing: GuestAddressing::Translated,
-        from: network.place(NEW, GuestAddressing::Translated, &BOTH),
-        to: GuestPlace { number: 8, ..network.place(OLD, GuestAddressing::Translated, &BOTH) },
+        addressing: NewAddressMode::Nat,
+        from: network.place(NEW, NewAddressMode::Nat, &BOTH),
+        to: GuestPlace { number: 8, ..network.place(OLD, NewAddressMode::Nat, &BOTH) },
         tunnels: BTreeMap::from([("b".to_owned(), (8, network::turned(TunnelKind::Vxlan)))]),
     };
     let entries = network.entries(NEW);
-    let back = moved(Some(&first), next).unwrap();
-    assert_eq!(back.left, Vec::<String>::new());
+    let back = next_redirection(Some(&first), next).unwrap();
+    assert_eq!(back.dropped, Vec::<String>::new());
     let back = back.redirection.unwrap();
     assert_eq!(back.legs.len(), 1, "the way to the network where the guest is has ended");
-    let taken = Redirection { place: GuestPlace { number: 7, ..back.place.clone() }, ..back.clone() };
-    let refused = network.at(OLD, |keeper| keeper.prepare(&taken, &network.abilities(OLD)));
+    let in_use = Redirection { place: GuestPlace { number: 7, ..back.place.clone() }, ..back.clone() };
+    let refused = network.at(OLD, |keeper| keeper.prepare(&in_use));
     assert!(matches!(refused, Err(RedirectionError::NumberInUse { number: 7, .. })), "{refused:?}");
+    // The guest does not start at home again: it goes on, and its connections with it.
+    let mut aborted = network.prepare(&back);
+    network.host(OLD).run(&["ip", "tuntap", "add", "dev", network::TAP, "mode", "tap"]).unwrap();
+    network.at(OLD, |keeper| keeper.switch(&mut aborted[OLD])).unwrap();
+    for (side, record) in aborted.into_iter().enumerate().rev() {
+        network.at(side, |keeper| keeper.remove(&record)).unwrap();
+    }
+    network.host(OLD).run(&["ip", "link", "delete", "dev", network::TAP]).unwrap();
+    for connection in [&mut old, &mut new, &mut opened] {
+        connection.exchange();
+    }
+    network.connect(Family::V4, OLD).exchange();
+
     let mut records = network.prepare(&back);
     network.carry(OLD, &entries, "b", Some(&first), &back);
     network.move_guest(OLD);
@@ -175,7 +190,7 @@ fn a_guest_that_moves_back_takes_its_redirection_along() {
         "the former one is gone"
     );
     drop((old, new, opened));
-    network.release(records);
+    network.remove(records);
     assert_eq!(network.state(), before);
 }
 
@@ -183,7 +198,7 @@ fn a_guest_that_moves_back_takes_its_redirection_along() {
 fn a_guest_can_have_both_addresses() {
     let network = Network::new();
     let before = network.state();
-    let redirection = first_move(&network, GuestAddressing::Both);
+    let redirection = first_move(&network, NewAddressMode::Configured);
     let mut old = network.connect(Family::V4, OLD);
     let (mut opened, _) = network.connect_from_guest(Family::V4);
     let mut records = network.prepare(&redirection);
@@ -197,7 +212,7 @@ fn a_guest_can_have_both_addresses() {
         connection.exchange();
     }
     drop((old, opened, new, later));
-    network.release(records);
+    network.remove(records);
     network.move_guest(OLD);
     assert_eq!(network.state(), before);
 }
@@ -209,26 +224,29 @@ fn facts_are_read_from_the_kernel() {
     let host = network.host(NEW);
     let facts = host.within(network::facts).unwrap();
     assert!(facts.tunnels.contains(&TunnelKind::Vxlan), "{facts:?}");
-    assert!(facts.abilities.has_egress && facts.abilities.has_v6 && facts.tracks, "{facts:?}");
+    assert!(
+        facts.kernel_features.has_egress && facts.kernel_features.has_v6 && facts.has_conntrack,
+        "{facts:?}"
+    );
     assert_eq!((facts.path_mtu, facts.closed.len()), (1500, 1), "{facts:?}");
     assert!(facts.closed[0].forwards && facts.closed[0].name == "inet closed forward", "{facts:?}");
     assert!(!facts.is_tap, "a bridge is none");
     host.run(&["ip", "tuntap", "add", "dev", "tap9", "mode", "tap"]).unwrap();
-    assert!(host.within(|| survey::is_tap("tap9")).unwrap().unwrap());
+    assert!(host.within(|| host_facts::is_tap("tap9")).unwrap().unwrap());
     host.run(&["ip", "link", "set", "dev", "tap9", "master", "vms"]).unwrap();
-    let lan = host.within(|| survey::lan("tap9")).unwrap().unwrap();
+    let lan = host.within(|| host_facts::lan("tap9")).unwrap().unwrap();
     assert_eq!((lan.bridge.as_deref(), lan.mtu), (Some("vms"), 1500));
-    let of_host = |family: Family| LanNetwork {
+    let of_host = |family: Family| Subnet {
         prefix: Prefix { address: family.host(NEW), length: family.length() },
         gateway: Some(family.gateway(NEW)),
     };
-    assert!(BOTH.iter().all(|family| lan.networks.contains(&of_host(*family))), "{lan:?}");
+    assert!(BOTH.iter().all(|family| lan.subnets.contains(&of_host(*family))), "{lan:?}");
     host.run(&["ip", "link", "delete", "dev", "tap9"]).unwrap();
     let gateway: IpAddr = Family::V4.gateway(NEW);
     assert_eq!(
-        facts.taken,
+        facts.in_use,
         [gateway].into(),
-        "the router answers, and no station for the guest's new address"
+        "the router answers, and no neighbour for the guest's new address"
     );
     assert!(facts.own.iter().any(|own| own.address == Family::V4.host(NEW)), "{facts:?}");
     host.run(&["nft", "delete table inet closed"]).unwrap();

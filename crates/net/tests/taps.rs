@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use lab::{DEADLINE, Host, Lab, LabConfig, until};
 use net::announcer::Card;
 use net::ethernet::{ARP, Frame, RARP, compose};
-use net::{Announcer, Claim, FirstFramesWatch, Listener, Mac, announcement, filter};
+use net::{Announcer, Claim, ClaimSnooper, FirstFramesWatch, Mac, announcement, filter};
 use tracee::{PacketSocket, Process, Tap, VIRTIO_HEADER_BYTES};
 use whimbrel_net as net;
 
@@ -47,7 +47,7 @@ fn claim(vlan: Option<u16>, address: &str) -> Claim {
     Claim { vlan, address: address.parse().unwrap(), is_router: false }
 }
 
-/// Returns the port of the router's bridge behind which a station is.
+/// Returns the port of the router's bridge behind which a MAC address is.
 fn port(lab: &Lab, mac: Mac) -> Option<String> {
     let table = lab.router.run(&["bridge", "fdb", "show", "br", lab::lab::VM_BRIDGE]).unwrap();
     let line = table.lines().find(|line| line.starts_with(&mac.to_string()))?;
@@ -64,7 +64,7 @@ fn an_announcement_moves_a_guest_to_its_new_place() {
     let claims = [claim(None, "10.92.0.7"), claim(Some(5), "10.95.0.7")];
     let address = claims[0].address;
     let (old, new) = (announcer(open(&lab.a), &claims), announcer(open(&lab.b), &claims));
-    // The router knows the address with another station.
+    // The router knows the address with another MAC address.
     let text = address.to_string();
     let other = OTHER.to_string();
     let entry = ["ip", "neigh", "add", &text, "lladdr", &other, "dev", lab::lab::VM_BRIDGE, "nud", "stale"];
@@ -73,7 +73,8 @@ fn an_announcement_moves_a_guest_to_its_new_place() {
     until("the bridge knows the guest at its source", || port(&lab, GUEST).as_deref() == Some("a"));
     until("the router knows the guest's address", || neighbour(&lab, address).contains(&GUEST.to_string()));
     // What arrives at the router, in the kernel's order.
-    let arriving = lab.router.within(|| PacketSocket::listen("b", &filter::station(GUEST))).unwrap().unwrap();
+    let arriving =
+        lab.router.within(|| PacketSocket::listen("b", &filter::ether_host(GUEST))).unwrap().unwrap();
     assert_eq!(new.announce(), 4);
     until("the bridge knows the guest at its destination", || port(&lab, GUEST).as_deref() == Some("b"));
     let mut buffer = [0; filter::FRAME_BYTES];
@@ -91,8 +92,8 @@ fn claims_are_observed_at_a_tap() {
     let lab = up();
     let claims = [claim(None, "10.92.0.7"), claim(Some(5), "10.95.0.7"), claim(Some(5), "fd00::7")];
     let (guest, other) = (announcer(open(&lab.a), &claims), open(&lab.b));
-    let listener = lab.a.within(|| Listener::start([(TAP, GUEST)])).unwrap().unwrap();
-    let known = || listener.claims()[0].all();
+    let snooper = lab.a.within(|| ClaimSnooper::start([(TAP, GUEST)])).unwrap().unwrap();
+    let known = || snooper.claims()[0].all();
     assert_eq!(known(), []);
     guest.announce();
     until("all claims are known", || known() == claims);

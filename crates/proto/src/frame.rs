@@ -84,7 +84,8 @@ pub enum BadHeader {
 impl Header {
     /// Returns the header of a payload of the given length.
     ///
-    /// # Errors Fails if the length exceeds [`FrameKind::max_payload_bytes`].
+    /// # Errors
+    /// If the length exceeds [`FrameKind::max_payload_bytes`].
     pub fn new(kind: FrameKind, payload_bytes: usize) -> Result<Self, BadHeader> {
         let bytes = u32::try_from(payload_bytes).unwrap_or(u32::MAX);
         if payload_bytes > kind.max_payload_bytes() {
@@ -103,8 +104,8 @@ impl Header {
 
     /// Decodes and checks the bytes of a header.
     ///
-    /// # Errors Fails if the kind is unknown, a reserved byte is not zero, or the length exceeds the limit of the
-    /// kind.
+    /// # Errors
+    /// If the kind is unknown, a reserved byte is not zero, or the length exceeds the limit of the kind.
     pub fn decode(bytes: [u8; HEADER_BYTES]) -> Result<Self, BadHeader> {
         let [kind, z1, z2, z3, l0, l1, l2, l3] = bytes;
         let kind = FrameKind::from_byte(kind).ok_or(BadHeader::FrameKind(kind))?;

@@ -36,7 +36,7 @@
 //!
 //! In *post-copy*, where pages arrive after the guest, the source lists outdated pages of the destination with
 //! `Discard` before the stop. `MissingPages` replaces the last round, and the data streams go on until all missing
-//! pages have arrived ([`awaited`]): the destination sends `Incomplete` when the guest runs, and `Running` at the end.
+//! pages have arrived ([`missing_pages`]): the destination sends `Incomplete` when the guest runs, and `Running` at the end.
 //!
 //! For a VM that moves to another network, `Propose` offers a redirection of its connections, and `Accept` contains the
 //! one that both hosts make. It outlives the migration: each host asks the other one, on a connection for that, whether it
@@ -74,13 +74,13 @@
 //! Every length that a peer claims is compared with [`limits`] before anything is allocated for it, and the contents
 //! of a message are checked before an agent acts on them ([`Message::validate`]).
 
-pub mod awaited;
 mod decode;
 pub mod delta;
 pub mod frame;
 pub mod ids;
 pub mod limits;
 pub mod message;
+pub mod missing_pages;
 pub mod packed;
 pub mod pages;
 pub mod reference;

@@ -7,7 +7,7 @@ mod registry;
 
 use serde::{Deserialize, Serialize};
 
-pub use finding::{Finding, Severity};
+pub use finding::{Finding, Severity, is_blocked};
 pub use network::{CardClaims, CardFrames, ClaimedAddress, FailedFlow, NetworkProbe, ProbedCard};
 pub use proposal::{Acceptance, CopiedDisk, DiskMode, Proposal, ProposedDisk, RamBlock};
 pub use registry::{Offer, Ownership, RegistryReply, RegistryRequest};
@@ -170,7 +170,7 @@ pub enum Message {
     },
     /// List of the missing pages, which arrive while the guest runs (post-copy). Source: before the device state.
     /// Destination: first message on the page stream, in every generation. The entries follow in `Blob` frames; see
-    /// [`crate::awaited`].
+    /// [`crate::missing_pages`].
     MissingPages {
         /// Length of the entries, in bytes.
         bytes: u64,
@@ -210,10 +210,13 @@ pub enum Message {
         #[serde(default, skip_serializing_if = "is_zero")]
         more_failed: u32,
     },
-    /// Source: state of the guest's devices. The bytes follow in `Blob` frames. All RAM was acknowledged before.
+    /// Source: state of the guest's devices, compressed by Zstandard. The compressed bytes follow in `Blob` frames. All
+    /// RAM was acknowledged before.
     DeviceState {
-        /// Length of the device state, in bytes.
+        /// Length of the compressed device state, in bytes.
         bytes: u64,
+        /// Length of the device state, in bytes.
+        state_bytes: u64,
         /// BLAKE3 of the device state, in 64 lower-case hexadecimal digits.
         digest: String,
     },

@@ -3,13 +3,13 @@
 
 use std::collections::BTreeSet;
 
-use crate::awaited::ENTRY_BYTES;
 use crate::ids::Incarnation;
 use crate::limits;
 use crate::message::{
     Acceptance, CardClaims, CardFrames, Message, NamedRun, NetworkProbe, Ownership, ProbedCard, Proposal,
     ProposedDisk, RamBlock, RegistryReply, RegistryRequest, Verdict,
 };
+use crate::missing_pages::ENTRY_BYTES;
 
 /// Number of digits of a chunk's hash (XXH3, 64 bits).
 const HASH_DIGITS: usize = 16;
@@ -182,8 +182,9 @@ impl Message {
                 block_index(page.block)?;
                 chunk(page.page / limits::CHUNK_PAGES)
             }
-            Self::DeviceState { bytes, digest } => {
-                if *bytes == 0 || *bytes > limits::DEVICE_STATE_BYTES {
+            Self::DeviceState { bytes, state_bytes, digest } => {
+                let is_impossible = |bytes: &&u64| **bytes == 0 || **bytes > limits::DEVICE_STATE_BYTES;
+                if let Some(bytes) = [bytes, state_bytes].into_iter().find(is_impossible) {
                     return Err(Invalid::DeviceStateBytes(*bytes));
                 }
                 hex("the device state's digest", digest, DIGEST_DIGITS)

@@ -162,10 +162,12 @@ fn hashes() {
 #[test]
 fn device_state_and_incarnations() {
     let digest = || "0".repeat(64);
-    let state = |bytes, digest| Message::DeviceState { bytes, digest }.validate();
+    let state = |bytes, digest| Message::DeviceState { bytes, state_bytes: 1, digest }.validate();
     assert_eq!(state(limits::DEVICE_STATE_BYTES, digest()), Ok(()));
     for bytes in [0, limits::DEVICE_STATE_BYTES + 1, u64::MAX] {
         assert_eq!(state(bytes, digest()), Err(Invalid::DeviceStateBytes(bytes)));
+        let plain = Message::DeviceState { bytes: 1, state_bytes: bytes, digest: digest() };
+        assert_eq!(plain.validate(), Err(Invalid::DeviceStateBytes(bytes)));
     }
     let invalid = Err(Invalid::Hex { field: "the device state's digest", digits: 64 });
     assert_eq!(state(1, "0".repeat(63)), invalid);

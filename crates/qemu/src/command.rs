@@ -131,7 +131,7 @@ pub struct BuiltCommand {
     pub logs: Vec<String>,
     /// Changes that a user of the guest may notice.
     pub notes: Vec<String>,
-    /// Omitted settings whose absence may make the guest slower on this host, each with a remedy.
+    /// Omitted settings whose absence may make the guest slower on this host, each with advice.
     pub warnings: Vec<Problem>,
 }
 
@@ -139,7 +139,7 @@ pub struct BuiltCommand {
 #[derive(Debug, thiserror::Error)]
 #[error("the guest cannot be started on the destination: {}", join(.problems))]
 pub struct CommandError {
-    /// All reasons, each with a remedy.
+    /// All reasons, each with advice.
     pub problems: Vec<Problem>,
 }
 
@@ -191,8 +191,8 @@ impl<'a> CommandBuilder<'a> {
         }
     }
 
-    fn problem(&mut self, code: &str, what: impl Into<String>, remedy: impl Into<String>) {
-        self.problems.push(Problem::new(code, what, remedy));
+    fn problem(&mut self, code: &str, what: impl Into<String>, advice: impl Into<String>) {
+        self.problems.push(Problem::new(code, what, advice));
     }
 
     fn option(&mut self, option: &QemuOption) {

@@ -223,19 +223,19 @@ pub struct Problem {
     pub code: String,
     /// Description of the obstacle.
     pub what: String,
-    /// Remedy.
-    pub remedy: String,
+    /// Advice.
+    pub advice: String,
 }
 
 impl Problem {
-    pub(crate) fn new(code: &str, what: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { code: code.to_owned(), what: what.into(), remedy: remedy.into() }
+    pub(crate) fn new(code: &str, what: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self { code: code.to_owned(), what: what.into(), advice: advice.into() }
     }
 }
 
 impl std::fmt::Display for Problem {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}; {}", self.what, self.remedy)
+        write!(f, "{}; {}", self.what, self.advice)
     }
 }
 

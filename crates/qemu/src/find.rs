@@ -2,7 +2,7 @@
 //!
 //! All information is from `/proc`: which processes are QEMUs, how they were started, which
 //! monitors they listen on. A guest is selected by process, by the socket of its monitor, or by
-//! name, and errors name the obstacle to talking to it together with a remedy.
+//! name, and errors name the obstacle to talking to it together with advice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt as _;

@@ -20,7 +20,7 @@ use crate::find;
 use crate::qmp::{Qmp, QmpError, connect_by};
 use crate::tree::DeviceTree;
 
-/// Error: a port cannot be used. `Display` includes the remedy.
+/// Error: a port cannot be used. `Display` includes advice.
 #[derive(Debug, thiserror::Error)]
 pub enum PortError {
     /// The monitor failed.

@@ -5,7 +5,7 @@
 //! provide) are `None` until there is one ([`gather::started`]), and then the check is made again.
 //!
 //! A [`Finding`] of severity `Blocker` forbids the migration; a `Warning` reports that something may
-//! fail or be slow; an `Info` reports a difference. Each includes a remedy.
+//! fail or be slow; an `Info` reports a difference. Each includes advice.
 
 mod checks;
 mod devices;
@@ -53,8 +53,8 @@ pub struct Finding {
     pub code: String,
     /// Description of the finding.
     pub what: String,
-    /// Remedy.
-    pub remedy: String,
+    /// Advice.
+    pub advice: String,
 }
 
 impl std::fmt::Display for Finding {
@@ -64,7 +64,7 @@ impl std::fmt::Display for Finding {
             Severity::Warning => "warning",
             Severity::Blocker => "blocker",
         };
-        write!(f, "{severity}: {}; {} [{}]", self.what, self.remedy, self.code)
+        write!(f, "{severity}: {}; {} [{}]", self.what, self.advice, self.code)
     }
 }
 
@@ -213,11 +213,6 @@ pub fn check(source: &SourceFacts, destination: &DestinationFacts) -> Vec<Findin
     findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
     findings.dedup();
     findings
-}
-
-/// Returns true if no finding is a blocker.
-pub fn is_possible(findings: &[Finding]) -> bool {
-    findings.iter().all(|finding| finding.severity != Severity::Blocker)
 }
 
 #[cfg(test)]

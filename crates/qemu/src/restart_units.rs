@@ -21,8 +21,8 @@ pub struct RestartRisk {
     pub when: RestartTime,
     /// Description of the finding.
     pub what: String,
-    /// Remedy.
-    pub remedy: String,
+    /// Advice.
+    pub advice: String,
 }
 
 /// Time at which a guest would be started a second time.
@@ -64,7 +64,7 @@ pub fn starts_again(process: &QemuProcess) -> Vec<RestartRisk> {
     let unknown = process.unit_of_user.map(|_| RestartRisk {
         when: RestartTime::Unknown,
         what: format!("the systemd{whose} does not report whether unit {unit} would restart the guest"),
-        remedy: "make sure that the unit is disabled and has Restart=no".to_owned(),
+        advice: "make sure that the unit is disabled and has Restart=no".to_owned(),
     });
     unknown.into_iter().collect()
 }
@@ -85,7 +85,7 @@ fn parse_unit(unit: &str, whose: &str, shown: &str) -> Vec<RestartRisk> {
                 "systemd unit {unit}{whose} has Restart={restart} and would restart the guest here after its \
                  migration"
             ),
-            remedy: format!("set Restart=no before the migration (`systemctl{user} edit {unit}`)"),
+            advice: format!("set Restart=no before the migration (`systemctl{user} edit {unit}`)"),
         });
     }
     let is_enabled = properties.get("UnitFileState").is_some_and(|state| state.starts_with("enabled"));
@@ -98,7 +98,7 @@ fn parse_unit(unit: &str, whose: &str, shown: &str) -> Vec<RestartRisk> {
             what: format!(
                 "systemd unit {unit}{whose} {why} and would start a second copy of the guest when this host boots"
             ),
-            remedy: format!(
+            advice: format!(
                 "disable it here before the migration (`systemctl{user} disable {unit}`), and enable it on \
                  the guest's new host"
             ),
@@ -138,6 +138,6 @@ mod tests {
             [RestartTime::AtOnce, RestartTime::AtBoot]
         );
         let of_user = parse_unit("web.service", " of user 7", "Restart=no\nUnitFileState=enabled\n");
-        assert!(of_user[0].remedy.contains("systemctl --user disable web.service"), "{of_user:?}");
+        assert!(of_user[0].advice.contains("systemctl --user disable web.service"), "{of_user:?}");
     }
 }

@@ -16,6 +16,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
+use crate::options::Options;
 use whimbrel_guest_load::{PAGE_BYTES, fill_disk, mix, wrong_disk_block};
 
 /// Bytes of a read or a write.
@@ -80,7 +81,8 @@ pub(crate) struct DiskLoad {
 impl DiskLoad {
     /// Starts readers that share `mib` of memory, and writers that share the second half of the disk.
     #[expect(clippy::large_stack_arrays, reason = "a megabyte, on the stack of the first thread")]
-    pub(crate) fn start(readers: usize, writers: usize, mib: usize) -> io::Result<Self> {
+    pub(crate) fn start(options: &Options) -> io::Result<Self> {
+        let (readers, writers) = (options.disk_threads, options.disk_writers);
         let counts = Arc::new(Counts::default());
         let places = disk_blocks()? / BLOCKS;
         let read_only = if writers > 0 { places / 2 } else { places };
@@ -91,12 +93,13 @@ impl DiskLoad {
             asked
         };
         for n in 0..readers {
-            let slots = ((mib << 20) / READ / readers).max(2);
+            let slots = ((options.disk_mib << 20) / READ / readers).max(2);
             let reader = Reader {
                 file: open(false)?,
                 places: read_only.max(1),
                 slots: vec![ReadBuffer([0; READ]); slots],
                 holds: vec![None; slots],
+                pause: Duration::from_millis(options.disk_pause_ms),
                 counts: Arc::clone(&counts),
             };
             let asked = asked();
@@ -164,6 +167,8 @@ struct Reader {
     slots: Vec<ReadBuffer>,
     /// The first block of each slot's last read.
     holds: Vec<Option<u64>>,
+    /// Time between two reads.
+    pause: Duration,
     counts: Arc<Counts>,
 }
 
@@ -180,6 +185,9 @@ impl Reader {
             self.check(slot);
             let read = self.file.read_exact_at(&mut self.slots[slot].0, block * PAGE_BYTES as u64);
             self.holds[slot] = self.counts.done(read, &self.counts.reads).then_some(block);
+            if !self.pause.is_zero() {
+                thread::sleep(self.pause);
+            }
         }
     }
 

@@ -66,9 +66,7 @@ fn main() {
         thread::spawn(move || echo(options.port));
     }
     let disk = if options.disk_threads + options.disk_writers > 0 {
-        DiskLoad::start(options.disk_threads, options.disk_writers, options.disk_mib)
-            .inspect_err(|error| println!("DISK error {error}"))
-            .ok()
+        DiskLoad::start(&options).inspect_err(|error| println!("DISK error {error}")).ok()
     } else {
         None
     };

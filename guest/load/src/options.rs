@@ -33,6 +33,8 @@ pub(crate) struct Options {
     pub(crate) pattern: Pattern,
     /// Threads that read the first disk past the page cache. Fixed for the run.
     pub(crate) disk_threads: usize,
+    /// Pause of such a thread between two reads, ms. 0: none. Fixed for the run.
+    pub(crate) disk_pause_ms: u64,
     /// Threads that rewrite its second half and read it back; the readers keep to the first half then. Fixed for the
     /// run.
     pub(crate) disk_writers: usize,
@@ -56,6 +58,7 @@ impl Default for Options {
             mode: Mode::Random,
             pattern: Pattern::Sequential,
             disk_threads: 0,
+            disk_pause_ms: 0,
             disk_writers: 0,
             disk_mib: 16,
             port: 0,
@@ -78,6 +81,7 @@ impl Options {
             "rate" => self.rate_mib_per_s = number(key, value)?,
             "verify" => self.verify_mib_per_s = number(key, value)?,
             "disk_threads" => self.disk_threads = number(key, value)?,
+            "disk_pause" => self.disk_pause_ms = number(key, value)?,
             "disk_writers" => self.disk_writers = number(key, value)?,
             "disk" => self.disk_mib = number(key, value)?,
             "port" => self.port = number(key, value)?,

@@ -37,6 +37,7 @@ pub fn bars(results: &Results) -> Vec<Bar> {
         }));
     }
     bars.push(downtimes(&results.cases));
+    bars.extend(results.cases.iter().filter(|result| result.case.client).flat_map(silence));
     bars.push(growth(&results.cases));
     bars.extend(["idle-1g", "idle-100m"].into_iter().filter_map(case).flat_map(link));
     bars.extend(results.cases.iter().filter(|result| is_writing(&result.case)).map(lost_work));
@@ -157,6 +158,29 @@ fn worst(cases: &[CaseResult], of: impl Fn(&CaseResult) -> Option<f64>) -> Optio
         .iter()
         .filter_map(|result| Some((of(result)?, result.case.name.as_str())))
         .max_by(|a, b| a.0.total_cmp(&b.0))
+}
+
+/// Checks that a client waits hardly longer than the guest is stopped: in nearly all moves, and never much longer.
+fn silence(result: &CaseResult) -> [Option<Bar>; 2] {
+    const FEW_MS: f64 = 15.0;
+    const MOST_MS: f64 = 50.0;
+    let beyond: Vec<_> =
+        result.runs_of(OURS).filter_map(|run| Quantity::SilenceBeyondDowntime.of(run)).collect();
+    let within = beyond.iter().filter(|ms| **ms <= FEW_MS).count();
+    let name = &result.case.name;
+    let nearly_all = (!beyond.is_empty()).then(|| Bar {
+        what: format!("{name}: moves with a silence of at most downtime + {FEW_MS} ms"),
+        wanted: "≥ 94%".to_owned(),
+        found: format!("{within} of {}", beyond.len()),
+        held: within * 100 >= beyond.len() * 94,
+    });
+    let longest = Spread::of(beyond).map(|spread| Bar {
+        what: format!("{name}: longest silence beyond the downtime"),
+        wanted: format!("≤ {MOST_MS} ms"),
+        found: format!("{:.1} ms", spread.most),
+        held: spread.most <= MOST_MS,
+    });
+    [nearly_all, longest]
 }
 
 /// Checks the duration of a dirty scan of a stopped guest.

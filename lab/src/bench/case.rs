@@ -50,6 +50,12 @@ pub struct Case {
     /// True if each host has another guest, which computes as fast as it can.
     #[serde(default, skip_serializing_if = "is_false")]
     pub neighbours: bool,
+    /// True if a client exchanges messages with the guest all the time.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub client: bool,
+    /// Connections to the guest that the source's firewall tracks and translates when the migration is requested.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub tracked_connections: u16,
     /// Limit on the additional time that guests wait for processors while Whimbrel copies, in hundredths of the time;
     /// with 0 copying does not yield. `None` for Whimbrel's default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -125,6 +131,11 @@ fn is_false(is: &bool) -> bool {
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
+fn is_zero(number: &u16) -> bool {
+    *number == 0
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
 fn is_sequential(pattern: &Pattern) -> bool {
     *pattern == Pattern::Sequential
 }
@@ -177,6 +188,8 @@ impl Case {
             cap: Cap::default(),
             tls: false,
             neighbours: false,
+            client: false,
+            tracked_connections: 0,
             guest_wait_percent: None,
             patience_s: 90,
         }
@@ -302,8 +315,12 @@ impl Case {
             (self.devices, "VGA, USB, disk, network, balloon, random numbers, serial"),
             (self.tls, "TLS"),
             (self.neighbours, "a neighbour that computes at each host"),
+            (self.client, "a client that exchanges messages with it"),
         ];
         words.extend(more.into_iter().filter(|(has, _)| *has).map(|(_, word)| word.to_owned()));
+        if self.tracked_connections > 0 {
+            words.push(format!("{} tracked connections with NAT", self.tracked_connections));
+        }
         words.extend(
             self.guest_wait_percent.map(|percent| format!("Whimbrel with guest_wait_percent {percent}")),
         );

@@ -19,6 +19,8 @@ pub enum Contender {
     OneThread(PageCompression),
     /// Whimbrel without deltas: a page that was sent before is sent in full.
     NoDeltas,
+    /// Whimbrel that loses packets which arrive while the guest is stopped.
+    PacketsDropped,
     /// Whimbrel with a given use of free page hints, and without page references.
     FreePageHints(FreePageHints),
     /// Whimbrel that restrains itself in some ways while guests wait for processors.
@@ -239,6 +241,7 @@ impl Contender {
                 options
             }
             Self::NoDeltas => vec!["--deltas=never".to_owned()],
+            Self::PacketsDropped => vec!["--packets-at-stop=drop".to_owned()],
             Self::FreePageHints(soft) => vec![alone.to_owned(), format!("--free-page-hints={}", soft.word())],
             Self::Restrained(restraints) => vec![format!("--restraints={}", restraints.word())],
             Self::Policy(policy) => policy.options(),
@@ -261,6 +264,7 @@ impl fmt::Display for Contender {
             Self::Compressed(way) => write!(f, "whimbrel-{way}"),
             Self::OneThread(way) => write!(f, "whimbrel-one-{way}"),
             Self::NoDeltas => f.write_str("whimbrel-no-deltas"),
+            Self::PacketsDropped => f.write_str("whimbrel-packets-dropped"),
             Self::FreePageHints(soft) => write!(f, "whimbrel-hints-{}", soft.word()),
             Self::Restrained(restraints) => write!(f, "whimbrel-restraints-{}", restraints.word()),
             Self::Policy(policy) => write!(f, "whimbrel-{policy}"),
@@ -281,7 +285,7 @@ impl FromStr for Contender {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        let fixed = [Self::NoMigration, Self::NoDeltas, Self::Qemu(QemuMode::Endless)]
+        let fixed = [Self::NoMigration, Self::NoDeltas, Self::PacketsDropped, Self::Qemu(QemuMode::Endless)]
             .into_iter()
             .chain(Self::all())
             .find(|one| one.to_string() == name);
@@ -327,7 +331,7 @@ impl FromStr for Contender {
             format!(
                 "no contender is named {name}; choose from no-migration, {known}; whimbrel-N, multifd-N and \
                  multifd-zstd-N for N streams; whimbrel- with none, lz4, zstd:LEVEL, the same after one- for one \
-                 stream, no-deltas, hints-none, hints-free, hints-all, restraints-none, restraints-niceness, \
+                 stream, no-deltas, packets-dropped, hints-none, hints-free, hints-all, restraints-none, restraints-niceness, \
                  restraints-all, pattern, hybrid, drain, target, rounds, endless, frozen, and after-N for N passes; qemu-endless and qemu-after-N"
             )
         })
@@ -356,6 +360,7 @@ mod tests {
     fn contenders_are_named_and_found_by_their_names() {
         let more = [
             Contender::NoMigration,
+            Contender::PacketsDropped,
             Contender::Whimbrel(Some(3)),
             Contender::Compressed(PageCompression::None),
             Contender::Compressed(PageCompression::Lz4),

@@ -1,5 +1,6 @@
 //! Measuring: turn by turn, contender by contender.
 
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -7,6 +8,7 @@ use toml::toml;
 
 use super::case::Case;
 use super::contender::Contender;
+use super::echo_client::EchoClient;
 use super::guest_clock::GuestClock;
 use super::mover::{MoveInput, MoveOutcome, Moved};
 use super::neighbours::{NeighbourClocks, Neighbours};
@@ -16,6 +18,7 @@ use super::program_run::ProgramRun;
 use super::qemu::{by_qemu, credentials};
 use super::result::{CaseResult, Measured, Provenance, Run, Spread};
 use super::subject::{SavedGuest, VM, boot, clear};
+use super::tracked;
 use super::usage::{Meter, peak_bytes, processes_of, reset_peak, sent_so_far};
 use crate::agents::Agents;
 use crate::environment::Environment;
@@ -35,6 +38,8 @@ pub struct Bench {
     whimbrel: PathBuf,
     subject: SavedGuest,
     neighbours: Option<Neighbours>,
+    /// Number of measurements so far.
+    measurements: Cell<u8>,
     agents: Agents,
     // Ended before the laboratory is taken down.
     _daemons: Vec<Daemon>,
@@ -65,9 +70,23 @@ impl Bench {
             }
         }
         let subject = boot(&lab, &environment, &case)?;
+        if case.tracked_connections > 0 {
+            tracked::add_clients(&lab.router)?;
+            [&lab.a, &lab.b].into_iter().try_for_each(tracked::begin)?;
+        }
         let neighbours = case.neighbours.then(|| Neighbours::start(&lab, &environment, &case)).transpose()?;
         let whimbrel = whimbrel.to_owned();
-        Ok(Self { case, environment, whimbrel, subject, neighbours, agents, _daemons: daemons, lab })
+        Ok(Self {
+            case,
+            environment,
+            whimbrel,
+            subject,
+            neighbours,
+            measurements: Cell::new(0),
+            agents,
+            _daemons: daemons,
+            lab,
+        })
     }
 
     /// Lets all contenders migrate the guest in `turns` turns, after a warm-up; `say` receives each run.
@@ -111,6 +130,7 @@ impl Bench {
         if contender.is_whimbrel() {
             adopt(&self.agents, &self.lab.a, &guest)?;
         }
+        let client = self.case.client.then(|| EchoClient::start(&self.lab.router)).transpose()?;
         let clock = GuestClock { serial: guest.serial(), is_reported: self.case.has_load() };
         let settled = clock.now()?;
         let neighbours = self.neighbours.as_ref().map(NeighbourClocks::settled).transpose()?;
@@ -118,6 +138,13 @@ impl Bench {
         // Right before the request: the machine's host may reclaim free memory soon.
         self.subject.warm_memory(&self.lab.b, &self.environment)?;
 
+        if self.case.tracked_connections > 0 {
+            // Each measurement has connections of its own.
+            let run = self.measurements.get();
+            self.measurements.set(run.wrapping_add(1));
+            tracked::fill(&self.lab.router, self.case.tracked_connections, run)?;
+        }
+        client.iter().for_each(EchoClient::forget);
         let requested = clock.now()?;
         let beside = neighbours.map(NeighbourClocks::requested).transpose()?;
         let finish = |at: Option<&Serial>| program_run.map(|program_run| program_run.finish(at)).transpose();
@@ -126,11 +153,13 @@ impl Bench {
             let moments = Moments::new(settled, requested, requested + window, requested + window);
             run.disturbance = Self::disturbance(&clock, moments)?;
             run.noises = beside.map(|beside| beside.noises_for(window)).transpose()?;
+            run.client = client.map(EchoClient::finish).transpose()?;
             run.program = finish(None)?;
         } else {
             match self.move_guest(contender, &guest)? {
                 None => run.program = finish(None)?,
                 Some((measured, moved)) => {
+                    run.client = client.map(EchoClient::finish).transpose()?;
                     let ended = beside.as_ref().map(|beside| beside.at(moved.resumed)).transpose()?;
                     let clock = GuestClock { serial: &moved.serial, is_reported: self.case.has_load() };
                     let resumed = clock.at(moved.resumed)?.max(requested);

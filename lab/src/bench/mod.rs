@@ -21,6 +21,7 @@ mod bars;
 mod case;
 mod contender;
 mod converging;
+mod echo_client;
 mod guest_clock;
 mod machine;
 mod measure;
@@ -38,6 +39,7 @@ pub(crate) mod result;
 mod statistics;
 pub(crate) mod subject;
 pub(crate) mod suite;
+mod tracked;
 pub(crate) mod usage;
 
 pub use bar::Bar;

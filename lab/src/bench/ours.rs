@@ -1,7 +1,6 @@
 //! Migrating the guest with Whimbrel, as a user would.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, SystemTime};
 
@@ -12,12 +11,11 @@ use super::mover::{Destination, MoveInput, MoveOutcome, Moved};
 use super::statistics::{CompressionStats, DowntimeParts, StopCircumstances};
 use super::subject::VM;
 use super::usage::processes_of;
-use crate::error::{Context, Error, Result};
-use crate::migrating::{MigrationReport, is_qemu, migrate_while, number};
+use crate::error::{Error, Result};
+use crate::migrating::{MigrationReport, is_qemu, migrate_while, number, serial_of};
 use crate::monitor::Monitor;
 use crate::nas::PATIENCE;
 use crate::run::run;
-use crate::serial::Serial;
 
 /// Interval of checks whether a pass has begun, where the rate grows with each.
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
@@ -56,7 +54,6 @@ fn moved(stage: &MoveInput<'_>, contender: Contender) -> Result<MoveOutcome> {
     }
     let report = migration.report();
     let is_frozen = contender == Contender::Policy(Policy::Frozen);
-    let part = |name: &str| Ok::<_, Error>(migration.downtime(name)?.as_secs_f64() * 1e3);
     let rounds = report["rounds"].as_array().map_or(&[][..], Vec::as_slice);
     let first = rounds.iter().filter(|round| round["pass"] == 1);
     let sum = |what: &str| first.clone().map(|round| number(round, what)).sum::<Result<u64>>();
@@ -65,21 +62,14 @@ fn moved(stage: &MoveInput<'_>, contender: Contender) -> Result<MoveOutcome> {
         return Err(Error::Config(format!("the guest that Whimbrel moved has no QEMU: {report}")));
     };
     // The guest's QEMU receives no queries while the guest is watched, so its agent receives none either.
-    let socket = serial_socket(pid)?;
+    let serial = serial_of(pid)?;
     Ok(MoveOutcome::Moved(Box::new(Moved {
         total: migration.total()?,
         start: migration.since_request("accepted")?,
         downtime: migration.downtime("total_us")?,
         // A guest that was stopped already has none.
         events: (!is_frozen).then(|| migration.downtime("events_us")).transpose()?,
-        parts: Some(DowntimeParts {
-            stop_ms: part("stop_us")?,
-            last_pages_ms: part("last_pages_us")?,
-            device_state_ms: part("device_state_us")?,
-            load_ms: part("load_us")?,
-            handover_ms: part("handover_us")?,
-            continue_ms: part("continue_us")?,
-        }),
+        parts: Some(DowntimeParts::of(&migration)?),
         last_scans: Some(migration.downtime("last_scans_us")?),
         used,
         resumed: migration.at("running")?,
@@ -89,7 +79,7 @@ fn moved(stage: &MoveInput<'_>, contender: Contender) -> Result<MoveOutcome> {
         has_switched_to_post_copy: (contender == Contender::Policy(Policy::Hybrid))
             .then(|| report["post_copy"].is_object()),
         packing: packing(report),
-        serial: Serial::new(&socket, &socket.with_extension("log"), Some(pid)),
+        serial,
         _destination: Destination::Process(pid),
     })))
 }
@@ -175,15 +165,6 @@ fn needed_pages(report: &Value) -> Option<u64> {
     let remaining_pages = report["post_copy"]["remaining_pages"].as_u64()?;
     let rounds = report["rounds"].as_array()?.iter().filter(|round| round["stopped"] != true);
     Some(rounds.map(|round| round["data_pages"].as_u64().unwrap_or(0)).sum::<u64>() + remaining_pages)
-}
-
-/// Returns the socket of a guest's serial line, from its QEMU's command line.
-fn serial_socket(pid: u32) -> Result<PathBuf> {
-    let path = format!("/proc/{pid}/cmdline");
-    let line = fs::read_to_string(&path).context(|| format!("cannot read {path}"))?;
-    let ends_word = |character: char| "\0,=\"".contains(character);
-    let socket = line.split(ends_word).find(|word| word.ends_with("/serial.sock")).map(PathBuf::from);
-    socket.ok_or_else(|| Error::Config(format!("no serial line in {path}")))
 }
 
 /// Returns a predicate that is true for this program.

@@ -15,7 +15,7 @@ use super::suite::{Suite, suites};
 use crate::error::{Context, Error, Result};
 
 /// A column of the tables: its heading, its quantity, and the quantity's value that is shown as one.
-const COLUMNS: [(&str, Quantity, f64); 15] = [
+const COLUMNS: [(&str, Quantity, f64); 17] = [
     ("run time, s", Quantity::RunTime, 1e3),
     ("total, ms", Quantity::Total, 1.0),
     ("downtime, ms", Quantity::Downtime, 1.0),
@@ -27,6 +27,8 @@ const COLUMNS: [(&str, Quantity, f64); 15] = [
     ("longest stall, ms", Quantity::Stall, 1.0),
     ("lost work, ms", Quantity::Lost, 1.0),
     ("brownout, ms", Quantity::Brownout, 1.0),
+    ("longest silence for the client, ms", Quantity::Silence, 1.0),
+    ("beyond the downtime, ms", Quantity::SilenceBeyondDowntime, 1.0),
     ("pace of the neighbour at the source, %", Quantity::PaceAtSource, 1.0),
     ("its lost work, ms", Quantity::LostAtSource, 1.0),
     ("pace of the neighbour at the destination, %", Quantity::PaceAtDestination, 1.0),

@@ -79,6 +79,11 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
         let title = "work that neighbours lose while a guest migrates, ms (less is better)";
         draw("neighbours", &|canvas| bars(canvas, title, &neighbours(result)))?;
     }
+    let silences: Vec<_> = results.cases.iter().flat_map(silence).collect();
+    if !silences.is_empty() {
+        let title = "the longest time that a client waits for an answer, ms (less is better)";
+        draw("silence", &|canvas| bars(canvas, title, &silences))?;
+    }
     let slowdowns: Vec<_> = nas::kernels(results).into_iter().flat_map(slowdowns).collect();
     if !slowdowns.is_empty() {
         let title = "NAS kernels that are moved: slowdown, % (less is better)";
@@ -101,10 +106,10 @@ pub(crate) fn draw(directory: &Path, name: &str, picture: &dyn Fn(&Canvas<'_>) -
 }
 
 /// A bar of several parts, one after the other.
-struct PlotBar {
-    label: String,
-    parts: Vec<(&'static str, f64)>,
-    spread: Option<Spread>,
+pub(crate) struct PlotBar {
+    pub(crate) label: String,
+    pub(crate) parts: Vec<(&'static str, f64)>,
+    pub(crate) spread: Option<Spread>,
 }
 
 /// Returns the total time, split into start and rest, and the processor time of each contender.
@@ -176,6 +181,17 @@ fn neighbours(result: &CaseResult) -> Vec<PlotBar> {
     result.contenders().into_iter().filter(moves).filter_map(bar).collect()
 }
 
+/// Returns how long the guest's client waited with each contender: as long as the guest was stopped, and beyond.
+fn silence(result: &CaseResult) -> Vec<PlotBar> {
+    let bar = |one: Contender| {
+        let spread = result.spread(one, Quantity::Silence)?;
+        let beyond = result.spread(one, Quantity::SilenceBeyondDowntime)?.median.max(0.0);
+        let parts = vec![("downtime", spread.median - beyond), ("beyond the downtime", beyond)];
+        Some(PlotBar { label: format!("{}: {one}", result.case.name), parts, spread: Some(spread) })
+    };
+    result.contenders().into_iter().filter_map(bar).collect()
+}
+
 /// Returns the additional run time of a kernel with each contender that migrates it in one way only.
 fn slowdowns(result: &CaseResult) -> Vec<PlotBar> {
     let shown = [
@@ -195,7 +211,7 @@ fn slowdowns(result: &CaseResult) -> Vec<PlotBar> {
 }
 
 /// Draws horizontal bars, with a thin line from the least to the most, cut off where it is very long.
-fn bars(canvas: &Canvas<'_>, title: &str, bars: &[PlotBar]) -> Drawn {
+pub(crate) fn bars(canvas: &Canvas<'_>, title: &str, bars: &[PlotBar]) -> Drawn {
     // Bars end in the left half: behind them are their spreads, their numbers, and the legend.
     let longest = bars.iter().filter_map(|bar| bar.spread).map(|spread| spread.median).fold(1.0, f64::max);
     let (most, cut) = (longest * 1.8, longest * 1.35);

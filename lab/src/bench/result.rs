@@ -12,7 +12,9 @@ use super::contender::Contender;
 use super::machine::machine;
 use super::program::{Disturbance, UNDISTURBED};
 use super::program_run::ProgramResult;
-use super::statistics::{CompressionStats, DowntimeParts, Noise, Noises, StopCircumstances};
+use super::statistics::{
+    ClientObservation, CompressionStats, DowntimeParts, Noise, Noises, StopCircumstances,
+};
 use crate::environment::{Environment, QemuVersion};
 use crate::error::Result;
 use crate::run::run;
@@ -103,12 +105,15 @@ pub struct Run {
     /// Noise for other guests, if there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub noises: Option<Noises>,
+    /// Observations of the guest's client, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub client: Option<ClientObservation>,
 }
 
 impl Run {
     /// Returns a run without measured values.
     pub fn new(contender: Contender, turn: u32) -> Self {
-        Self { contender, turn, measured: None, disturbance: None, program: None, noises: None }
+        Self { contender, turn, measured: None, disturbance: None, program: None, noises: None, client: None }
     }
 }
 
@@ -230,6 +235,11 @@ pub enum Quantity {
     PaceAtSource,
     /// The work of the guest at the destination during the migration, as a share of its usual work, percent.
     PaceAtDestination,
+    /// The longest time for which the guest's client got no answer, ms.
+    Silence,
+    /// The part of that time that is longer than the downtime, ms; with Whimbrel than that from before `stop` to the
+    /// return of `cont`.
+    SilenceBeyondDowntime,
 }
 
 impl Quantity {
@@ -258,6 +268,8 @@ impl Quantity {
             Self::LostAtDestination => noises.map(|both| both.destination.lost_work_ms),
             Self::PaceAtSource => noises.map(|both| pace(&both.source)),
             Self::PaceAtDestination => noises.map(|both| pace(&both.destination)),
+            Self::Silence => run.client.map(|client| client.longest_silence_ms),
+            Self::SilenceBeyondDowntime => Some(run.client?.longest_silence_ms - measured?.downtime_ms),
             Self::Brownout => disturbance.map(|d| d.brownout_ms.unwrap_or(UNDISTURBED.as_secs_f64() * 1e3)),
         }
     }
@@ -277,11 +289,20 @@ impl Quantity {
     /// difference.
     pub fn has_ratio(self) -> bool {
         use Quantity::{
-            Brownout, Lost, LostAtDestination, LostAtSource, PaceAtDestination, PaceAtSource, Stall,
+            Brownout, Lost, LostAtDestination, LostAtSource, PaceAtDestination, PaceAtSource,
+            SilenceBeyondDowntime, Stall,
         };
-        let has_none =
-            [Stall, Lost, Brownout, LostAtSource, LostAtDestination, PaceAtSource, PaceAtDestination];
-        !has_none.contains(&self)
+        !matches!(
+            self,
+            Stall
+                | Lost
+                | Brownout
+                | LostAtSource
+                | LostAtDestination
+                | PaceAtSource
+                | PaceAtDestination
+                | SilenceBeyondDowntime
+        )
     }
 }
 

@@ -2,6 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::{Error, Result};
+use crate::migrating::MigrationReport;
+
 /// Parts of a downtime, ms.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct DowntimeParts {
@@ -17,6 +20,21 @@ pub struct DowntimeParts {
     pub handover_ms: f64,
     /// QEMU's `cont`.
     pub continue_ms: f64,
+}
+
+impl DowntimeParts {
+    /// Returns the parts in Whimbrel's report.
+    pub(crate) fn of(migration: &MigrationReport) -> Result<Self> {
+        let part = |name: &str| Ok::<_, Error>(migration.downtime(name)?.as_secs_f64() * 1e3);
+        Ok(Self {
+            stop_ms: part("stop_us")?,
+            last_pages_ms: part("last_pages_us")?,
+            device_state_ms: part("device_state_us")?,
+            load_ms: part("load_us")?,
+            handover_ms: part("handover_us")?,
+            continue_ms: part("continue_us")?,
+        })
+    }
 }
 
 /// Statistics of compression.
@@ -70,4 +88,13 @@ pub struct Noises {
     pub source: Noise,
     /// The neighbour at the destination.
     pub destination: Noise,
+}
+
+/// Observations of a client during a migration.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ClientObservation {
+    /// The longest time between two answers, ms.
+    pub longest_silence_ms: f64,
+    /// The median time between two answers, ms.
+    pub usual_ms: f64,
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::case::{Case, Program};
+use super::echo_client::ECHO_PORT;
 use crate::demo::debian_guest;
 use crate::disk::{known_content, overlay};
 use crate::environment::Environment;
@@ -199,7 +200,8 @@ fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> 
                 noise_percent: *noise_percent,
                 mode,
                 pattern: *pattern,
-                address: case.devices.then(|| vm_address(1)),
+                address: (case.devices || case.client).then(|| vm_address(1)),
+                port: if case.client { ECHO_PORT } else { 0 },
                 cache_mib: case.cache_mib,
                 ..Load::default()
             };
@@ -211,6 +213,9 @@ fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> 
         overlay(&environment.qemu(case.qemu)?, &disk, &environment.debian_disk()?, "qcow2")?;
         spec.devices.extend([Device::Disk(Disk::new("disk0", &disk, "qcow2")), Device::Net(Net::new(1))]);
         spec = spec.with_many_devices();
+    }
+    if case.client && !case.devices {
+        spec.devices.push(Device::Net(Net::new(1)));
     }
     if case.cache_mib > 0 {
         let disk = lab.shared_directory()?.join(format!("{VM}.img"));

@@ -195,6 +195,19 @@ pub fn suites() -> Vec<Suite> {
     let restraint = [limited(crowded("restraint")), crowded("restraint-fast"), writes]
         .map(|case| (case, restrained.clone()));
 
+    // A client that sends a message, waits for the answer, and sends the next one.
+    let with_client = |case: Case| Case { client: true, ..case };
+    let rivals = [Contender::NoMigration, OURS, Contender::PacketsDropped, DEFAULT, MULTIFD_2];
+    let writes = limited(idle("client-writes").sized(512, 200)).writing(64, 60, LoadMode::Random);
+    let silence = vec![
+        (with_client(idle("client").sized(256, 100)), rivals.to_vec()),
+        (
+            Case { tracked_connections: 10_000, ..with_client(idle("client-tracked").sized(256, 100)) },
+            vec![OURS, DEFAULT],
+        ),
+        (with_client(writes), [&rivals[..], &[HYBRID, POST_COPY]].concat()),
+    ];
+
     // Faster than the link carries, and without reductions: no number of rounds converges.
     let policies = [Policy::Hybrid, Policy::Drain, Policy::Pattern, Policy::Target, Policy::Rounds];
     let policies = policies.map(Contender::Policy);
@@ -260,6 +273,7 @@ pub fn suites() -> Vec<Suite> {
             about: "Ways to give way to guests, where no processor is idle",
             cases: restraint.into(),
         },
+        Suite { name: "silence", about: "How long a client waits", cases: silence },
         Suite {
             name: "convergence",
             about: "Guests that write faster than the link carries",

@@ -189,7 +189,8 @@ fn injuries_before_the_resumption_leave_one_guest() {
     let is_one = |point: &String| BEFORE_IT_RUNS.iter().any(|name| point.starts_with(&format!("{name}:")));
     let of_table: Vec<_> = fault_points().iter().map(ToString::to_string).filter(is_one).collect();
     assert!(of_table.len() >= BEFORE_IT_RUNS.len(), "{of_table:?}");
-    let named = ["source/named", "destination/taken-away", "source/awaited", "destination/awaited"];
+    let named =
+        ["source/discarded", "destination/discarded", "source/missing-pages", "destination/missing-pages"];
     let named = named.map(str::to_owned);
     let ways = |point: String| {
         [Injury::Cut, Injury::KillSource, Injury::KillDestination].map(|injury| (point.clone(), injury))

@@ -15,8 +15,9 @@ use tracing::{debug, warn};
 
 use super::{Daemon, DriverMailbox};
 use host::redirections;
-use migrate::destination::{DestinationMailbox, untrusted};
+use migrate::destination::DestinationMailbox;
 use migrate::source as from;
+use migrate::untrusted_page;
 use store::journal::State;
 
 /// Longest wait for a proposal on a new connection.
@@ -36,7 +37,7 @@ impl Daemon {
             warn!(from = %arrival.host(), reason, "a connection was refused");
             return arrival.refuse(reason);
         }
-        let Some(arrival) = self.context.router.deliver(arrival) else { return };
+        let Some(arrival) = self.context.transport.router.deliver(arrival) else { return };
         match arrival.purpose().clone() {
             Purpose::Registry => match &self.witness {
                 Some(witness) => witness.serve(arrival),
@@ -236,7 +237,7 @@ impl Daemon {
 
     fn pass_on(&self, id: &MigrationId, message: Message) {
         if let Some(DriverMailbox::Source(mailbox)) = self.mailbox(id) {
-            mailbox.put(from::SourceNotice::Message { link: None, message });
+            mailbox.put(from::SourceNotice::Message { connection_id: None, message });
         }
     }
 
@@ -278,7 +279,7 @@ impl Daemon {
         let (terms, state, why, untrusted) = match self.context.journal.migration(id) {
             Ok(Some(record)) => match &record.state {
                 State::Destination(state) => {
-                    let untrusted = untrusted::of_record(&record);
+                    let untrusted = untrusted_page::of_record(&record);
                     (record.terms, state.clone(), record.message, untrusted)
                 }
                 State::Source(_) => return vec![],

@@ -16,12 +16,12 @@ use api::progress::{Publisher, Standing, Watcher};
 use api::report::Report;
 use api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
-    LeftImage, Limits, MigrateRequest, MigrationOptions, MigrationStatus, NetworkState, RecoverReport,
+    LeftoverImage, Limits, MigrateRequest, MigrationOptions, MigrationStatus, NetworkState, RecoverReport,
     RecoverRequest, RunRequest, VmDetail, VmSummary,
 };
 use api::{Problem, ProblemKind};
-use host::{left_images, network_items, preflight, redirections, vms};
-use migrate::destination::untrusted;
+use host::{leftover_images, net_show, preflight, redirections, vms};
+use migrate::untrusted_page;
 use migrate::{destination, source};
 use store::journal::{MigrationRecord, State};
 
@@ -94,7 +94,7 @@ impl Control for UserApi {
         if let Some(latest) = latest {
             let driven = self.drivers().get(latest.id()).map(|driven| driven.publisher.now());
             detail.missing_pages = driven.and_then(|progress| progress.missing_pages);
-            detail.findings.extend(untrusted::finding(&self.context, &latest, detail.summary.pid));
+            detail.findings.extend(untrusted_page::finding(&self.context, &latest, detail.summary.pid));
         }
         Ok(detail)
     }
@@ -161,7 +161,7 @@ impl Control for UserApi {
                 Problem::new(ProblemKind::NotFound, format!("this host has no report of {id}"), advice)
             })?,
         };
-        self.context.names_keeper.put_into(&mut report);
+        self.context.dns_keeper.put_into(&mut report);
         Ok(report)
     }
 
@@ -179,7 +179,7 @@ impl Control for UserApi {
         if !word {
             return Ok(CancelOutcome::AlreadyOver { standing: before.standing });
         }
-        self.wait_until_settled(id, |status| {
+        self.wait_until_over(id, |status| {
             status.standing.is_over() || self.record(id).is_ok_and(|record| is_too_late_to_cancel(&record))
         });
         let after = self.status(id)?;
@@ -226,26 +226,30 @@ impl Control for UserApi {
         })
     }
 
-    fn images(&self) -> Result<Vec<LeftImage>, Problem> {
-        left_images::list(&self.context).map_err(|error| internal(&error))
+    fn images(&self) -> Result<Vec<LeftoverImage>, Problem> {
+        leftover_images::list(&self.context).map_err(|error| internal(&error))
     }
 
-    fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, Problem> {
-        left_images::remove(&self.context, vm, left_images::ImageSelection::LeftBehind { epoch })
+    fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftoverImage>, Problem> {
+        leftover_images::remove(&self.context, vm, leftover_images::ImageSelection::MovedAway { epoch })
     }
 
-    fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, Problem> {
-        left_images::remove(&self.context, vm, left_images::ImageSelection::Ended)
+    fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftoverImage>, Problem> {
+        leftover_images::remove(&self.context, vm, leftover_images::ImageSelection::Ended)
     }
 
     fn network(&self) -> Result<NetworkState, Problem> {
-        let mut state = network_items::list(&self.context).map_err(|error| internal(&error))?;
-        state.names = self.context.names_keeper.open();
+        let mut state = net_show::list(&self.context).map_err(|error| internal(&error))?;
+        state.names = self.context.dns_keeper.open();
         Ok(state)
     }
 
     fn release_network(&self, vm: &VmName, all: bool) -> Result<Vec<MigrationId>, Problem> {
-        let released = redirections::release(&self.context, vm, all).map_err(|error| {
+        self.wait_for_last_migration(vm)?;
+        // Its driver changes the redirections of a VM that moves.
+        let _exclusive = self.context.names.exclusive(vm);
+        self.check_not_in_migration(vm)?;
+        let released = redirections::end_of_vm(&self.context, vm, all).map_err(|error| {
             let advice = "`whimbrel net show` lists what remains; the agent tries again by itself";
             Problem::caused_by(ProblemKind::Internal, &error, advice)
         })?;
@@ -284,7 +288,7 @@ impl Daemon {
     }
 
     /// Waits until `enough` holds for a migration's status, or a timeout.
-    pub(super) fn wait_until_settled(&self, id: &MigrationId, enough: impl Fn(&MigrationStatus) -> bool) {
+    pub(super) fn wait_until_over(&self, id: &MigrationId, enough: impl Fn(&MigrationStatus) -> bool) {
         let until = Instant::now() + PATIENCE;
         while Instant::now() < until {
             let driven = self.drivers().contains_key(id);

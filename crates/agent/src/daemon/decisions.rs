@@ -34,7 +34,7 @@ impl Daemon {
             None => {
                 risked = advice.choices.iter().map(described).collect();
                 self.nudge(id);
-                self.wait_until_settled(id, |status| status.standing != Standing::Underway);
+                self.wait_until_over(id, |status| status.standing != Standing::Underway);
                 let over = self.status(id)?.standing.is_over();
                 (over, if over { "settled" } else { "asked again; there is no new information" }.to_owned())
             }
@@ -112,7 +112,7 @@ impl Daemon {
             return;
         }
         let before = self.status_of(before);
-        self.wait_until_settled(id, |status| {
+        self.wait_until_over(id, |status| {
             // The peer was asked, and has answered that the VM is there: more is not possible. State and time come from
             // one read: with two, one could be from before the decision and the other from the middle of it.
             let refused = status.state == "committed" && status.updated != before.updated;

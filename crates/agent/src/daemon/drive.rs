@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
 use engine::handover::source::SourceState;
-use proto::message::{Finding, Proposal};
+use proto::message::{Finding, Proposal, is_blocked};
 use proto::{MigrationId, VmName};
+use tracing::warn;
 
 use super::{Daemon, DriverHandle, DriverMailbox};
 use api::progress::Publisher;
@@ -16,7 +17,7 @@ use api::report::{Report, unix_ms_now};
 use api::{CheckReport, MigrateRequest, MigrationStatus};
 use api::{Problem, ProblemKind};
 use host::preflight;
-use host::{ownership, vms};
+use host::{ownership, redirections, vms};
 use migrate::source::{self, Goals, MigrationControls};
 use store::journal::{Durability, JournalError, VmRecord};
 
@@ -81,8 +82,7 @@ impl Daemon {
                 return Err(Problem::caused_by(ProblemKind::Unavailable, &error, advice));
             }
         }
-        report.possible = !CheckReport::blocked(&report.source_findings)
-            && !CheckReport::blocked(&report.destination_findings);
+        report.possible = !is_blocked(&report.source_findings) && !is_blocked(&report.destination_findings);
         Ok(report)
     }
 
@@ -97,7 +97,7 @@ impl Daemon {
         self.check_not_in_migration(&request.vm)?;
         self.has_not_ended(&record)?;
         let mut offer = self.offer(&record, request, false)?;
-        if CheckReport::blocked(&offer.findings) {
+        if is_blocked(&offer.findings) {
             return Err(refused(&request.vm, offer.findings));
         }
         let held = ownership::owned_since(&self.context, &request.vm).map_err(|error| {
@@ -149,7 +149,12 @@ impl Daemon {
         report.run_state_before = vm.run_state().unwrap_or_default();
         let controls = Arc::new(MigrationControls::new(goals, report, requested).with_prober(offer.prober));
         let id = terms.migration.clone();
-        self.start_source_driver(terms, vm, proposal, controls)?;
+        self.start_source_driver(terms, vm, proposal, controls).inspect_err(|_| {
+            // The offer has reserved what no driver removes now.
+            if let Err(error) = redirections::remove_of(&self.context.redirections, &id) {
+                warn!(migration = %id, error = crate::chain(&error), "a key of a tunnel is left until the agent starts anew");
+            }
+        })?;
         self.status(&id)
     }
 
@@ -296,7 +301,8 @@ impl Daemon {
             .map_err(|error| Problem::caused_by(ProblemKind::Unavailable, &error, vms::advice(&record.vm)))?;
         let probe =
             preflight::begin_probe(&mut vm, Goals::new(request, &context.config).settings.network_check);
-        let names = preflight::check_names(&context.config, &record.vm, &request.to, &request.new_addresses);
+        let names =
+            preflight::check_dns_records(&context.config, &record.vm, &request.to, &request.new_addresses);
         let mut disks = preflight::proposed_disks(&surveyed.disks, request)?;
         preflight::measure(&surveyed.disks, &mut disks, &context.config.run_dir);
         let proposal = Proposal {

@@ -281,8 +281,7 @@ impl Arrival {
     ) -> Result<StartedQemu, ArrivalError> {
         let (context, migration) = (&self.context, &self.migration);
         driver.check(plan)?;
-        // Before the source looks at the VM's names, which are to be changed from there now.
-        context.names_keeper.settle(&migration.vm);
+        let names_until = context.dns_keeper.begin_to_end_changes(&migration.vm);
         artifacts.make_directory()?;
         artifacts.keep(context, migration, Durability::Synced)?;
         let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
@@ -302,6 +301,8 @@ impl Arrival {
         }
         let qemu_version = vm.qmp().ok().map(|qmp| qmp.version().to_string());
         let no_post_copy = driver.started(vm)?;
+        // Before the source looks at the VM's names, which are to be changed from there now.
+        context.dns_keeper.end_earlier_changes(&migration.vm, names_until);
         Ok(StartedQemu { qemu_version, findings, no_post_copy })
     }
 

@@ -230,7 +230,7 @@ mod tests {
         let details = |accepted| SourceDetails {
             boot_id: "last".to_owned(),
             accepted,
-            later: None,
+            post_copied_regions: None,
             process: None,
             vm_ended: false,
         };

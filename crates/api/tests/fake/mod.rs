@@ -14,7 +14,7 @@ use crate::api::progress::{Phase, Progress, Publisher, Standing, Watcher};
 use crate::api::report::{Downtime, Measured, Outcome, Report, Round};
 use crate::api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Control, Epoch,
-    Finding, Forgotten, HostId, KernelFeature, LeftImage, Limits, MigrateRequest, MigrationId,
+    Finding, Forgotten, HostId, KernelFeature, LeftoverImage, Limits, MigrateRequest, MigrationId,
     MigrationSettings, MigrationStatus, NameChanges, NameRecord, NameStanding, NamesGoal, NetworkItem,
     NetworkItemKind, NetworkItemStanding, NetworkState, OpenNames, Problem, ProblemKind, RecoverAction,
     RecoverReport, RecoverRequest, RedirectionStage, Role, RunRequest, Severity, StandingRedirection,
@@ -64,8 +64,8 @@ fn finding(severity: Severity, code: &str, what: &str, advice: &str) -> Finding 
 }
 
 /// Returns the only image that was left.
-pub(crate) fn left_image() -> LeftImage {
-    LeftImage {
+pub(crate) fn left_image() -> LeftoverImage {
+    LeftoverImage {
         ended: false,
         migration: MigrationId { vm: vm("web1"), epoch: Epoch(3) },
         to: host("beta"),
@@ -447,11 +447,11 @@ impl Control for Fake {
         })
     }
 
-    fn images(&self) -> Result<Vec<LeftImage>, Problem> {
+    fn images(&self) -> Result<Vec<LeftoverImage>, Problem> {
         Ok(vec![left_image()])
     }
 
-    fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, Problem> {
+    fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftoverImage>, Problem> {
         self.note(format!("remove images of {vm} {epoch:?}"));
         match left_image() {
             image if image.migration.vm == *vm && epoch.is_none_or(|epoch| epoch == 3) => Ok(vec![image]),
@@ -468,9 +468,9 @@ impl Control for Fake {
         Ok(network_state().redirections.into_iter().map(|standing| standing.migration).collect())
     }
 
-    fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, Problem> {
+    fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftoverImage>, Problem> {
         self.note(format!("remove images of {vm}, which ended"));
-        let image = LeftImage { ended: true, ..left_image() };
+        let image = LeftoverImage { ended: true, ..left_image() };
         if image.migration.vm == *vm {
             Ok(vec![image])
         } else {

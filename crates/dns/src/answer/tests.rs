@@ -1,6 +1,6 @@
 use super::*;
-use crate::data::Data;
 use crate::message::AnswerRecord;
+use crate::rdata::Rdata;
 
 fn server() -> Server {
     Server::try_from("192.0.2.53".to_owned()).unwrap()
@@ -18,8 +18,8 @@ fn record(owner: &str, ttl: u32, content: AnswerContent) -> AnswerRecord {
     AnswerRecord { owner: name(owner), ttl, content }
 }
 
-fn address(last: u8) -> Data {
-    Data::A([192, 0, 2, last].into())
+fn address(last: u8) -> Rdata {
+    Rdata::A([192, 0, 2, last].into())
 }
 
 #[test]
@@ -28,7 +28,7 @@ fn each_code_of_an_update_has_its_meaning() {
     let meaning = |code: u8| of_update(&response(ResponseCode(code), vec![]), server(), &zone);
     assert_eq!(meaning(0), Ok(UpdateResult::Made));
     for code in [3, 6, 7, 8] {
-        assert_eq!(meaning(code), Ok(UpdateResult::ConditionNotMet(ResponseCode(code))));
+        assert_eq!(meaning(code), Ok(UpdateResult::PrerequisiteFailed(ResponseCode(code))));
     }
     assert_eq!(meaning(5), Err(Failure::Refused { server: server() }));
     for code in [9, 10] {
@@ -42,19 +42,19 @@ fn each_code_of_an_update_has_its_meaning() {
 #[test]
 fn only_records_of_the_name_and_type_are_taken() {
     let answers = vec![
-        record("WEB.example.org", 300, AnswerContent::Data(address(1))),
-        record("web.example.org", 200, AnswerContent::Data(address(2))),
-        record("other.example.org", 100, AnswerContent::Data(address(3))),
-        record("web.example.org", 50, AnswerContent::Data(Data::Ptr(name("a")))),
+        record("WEB.example.org", 300, AnswerContent::Rdata(address(1))),
+        record("web.example.org", 200, AnswerContent::Rdata(address(2))),
+        record("other.example.org", 100, AnswerContent::Rdata(address(3))),
+        record("web.example.org", 50, AnswerContent::Rdata(Rdata::Ptr(name("a")))),
         record("web.example.org", 40, AnswerContent::Other),
     ];
     let read = |response: &Response| {
         records(response, server(), &name("example.org"), &name("web.example.org"), RecordType::A)
     };
     let observed = read(&response(ResponseCode::NO_ERROR, answers.clone())).unwrap();
-    assert_eq!(observed, Observed { values: [address(1), address(2)].into(), ttl_s: 200, alias: None });
+    assert_eq!(observed, Rrset { values: [address(1), address(2)].into(), ttl_s: 200, alias: None });
     let missing = read(&response(ResponseCode::NAME_MISSING, vec![])).unwrap();
-    assert_eq!(missing, Observed::default());
+    assert_eq!(missing, Rrset::default());
     let alias = vec![record("web.example.org", 9, AnswerContent::Alias(name("a")))];
     assert_eq!(read(&response(ResponseCode::NO_ERROR, alias)).unwrap().alias, Some(name("a")));
 
@@ -82,9 +82,9 @@ fn serial_numbers_are_compared_around_their_range() {
 
 #[test]
 fn another_server_lags_by_its_serial_number_or_its_records() {
-    let version = |serial, last, ttl_s| Version {
+    let version = |serial, last, ttl_s| ZoneState {
         serial,
-        records: Observed { values: [address(last)].into(), ttl_s, alias: None },
+        records: Rrset { values: [address(last)].into(), ttl_s, alias: None },
     };
     let primary = version(10, 1, 5);
     assert_eq!(lag(&primary, &version(10, 1, 5)), None);

@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::data::ServicePlace;
+use crate::rdata::SrvData;
 
 fn name(text: &str) -> Name {
     text.parse().unwrap()
@@ -17,14 +17,14 @@ fn an_update_is_encoded_as_the_rfc_says() {
     let owner = name("w.x");
     let update = Update {
         zone: name("x"),
-        conditions: vec![
-            Condition::Has(owner.clone(), Data::A([192, 0, 2, 1].into())),
-            Condition::HasNone(owner.clone(), RecordType::Aaaa),
+        prerequisites: vec![
+            Prerequisite::RrsetExists(owner.clone(), Rdata::A([192, 0, 2, 1].into())),
+            Prerequisite::RrsetDoesNotExist(owner.clone(), RecordType::Aaaa),
             Update::impossible(&name("x")),
         ],
         edits: vec![
-            Edit::Remove(owner.clone(), Data::A([192, 0, 2, 1].into())),
-            Edit::Add(owner, 5, Data::A([198, 51, 100, 7].into())),
+            Edit::Remove(owner.clone(), Rdata::A([192, 0, 2, 1].into())),
+            Edit::Add(owner, 5, Rdata::A([198, 51, 100, 7].into())),
         ],
     };
     let expected = bytes(
@@ -41,12 +41,12 @@ fn an_update_is_encoded_as_the_rfc_says() {
 
 #[test]
 fn services_and_names_are_encoded_with_their_length() {
-    let place = ServicePlace { priority: 1, weight: 2, port: 80, target: name("a.b") };
+    let place = SrvData { priority: 1, weight: 2, port: 80, target: name("a.b") };
     let mut message = Vec::new();
-    Data::Srv(place).write(&mut message);
+    Rdata::Srv(place).write(&mut message);
     assert_eq!(message, bytes("000b 0001 0002 0050 0161 0162 00"));
     message.clear();
-    Data::Ptr(name("a.b")).write(&mut message);
+    Rdata::Ptr(name("a.b")).write(&mut message);
     assert_eq!(message, bytes("0005 0161 0162 00"));
 }
 
@@ -64,10 +64,10 @@ fn answers_are_read_with_compressed_names() {
     let message = bytes(ANSWER);
     let response = Response::parse(&message).unwrap();
     assert_eq!((response.id, response.code, response.is_authoritative), (7, ResponseCode::REFUSED, true));
-    let place = ServicePlace { priority: 1, weight: 2, port: 80, target: name("c.x") };
+    let place = SrvData { priority: 1, weight: 2, port: 80, target: name("c.x") };
     let expected = vec![
         AnswerRecord { owner: name("w.x"), ttl: 60, content: AnswerContent::Alias(name("b.x")) },
-        AnswerRecord { owner: name("b.x"), ttl: 0, content: AnswerContent::Data(Data::Srv(place)) },
+        AnswerRecord { owner: name("b.x"), ttl: 0, content: AnswerContent::Rdata(Rdata::Srv(place)) },
     ];
     assert_eq!(response.answers, expected);
     assert_eq!(response.signature_at, Some(message.len() - 15));

@@ -1,8 +1,8 @@
 use super::*;
-use crate::change::{Change, Goal, Lag, Observed};
+use crate::change::{Goal, Lag, Rrset, RrsetChange};
 use crate::config::Server;
-use crate::data::RecordType;
 use crate::message::ResponseCode;
+use crate::rdata::RecordType;
 
 fn server() -> Server {
     "192.0.2.53".to_owned().try_into().unwrap()
@@ -10,20 +10,21 @@ fn server() -> Server {
 
 /// Returns the delays after the first three attempts and after many.
 fn delays(states: Vec<ChangeState>) -> Option<[u64; 4]> {
-    let change = |state| Change {
+    let change = |state| RrsetChange {
         zone: "example.org".parse().unwrap(),
         owner: "web.example.org".parse().unwrap(),
         kind: RecordType::A,
-        replacements: vec![],
+        rdata_changes: vec![],
         lowered_ttl_s: 5,
         new_ttl_s: 300,
         is_optional: false,
-        survey: None,
-        is_unsettled: false,
+        original_ttl_s: None,
+        original: None,
+        may_still_apply: false,
         state,
     };
-    let record = ChangeJournal::new(states.into_iter().map(change).collect());
-    let after = |attempts| delay(&record, attempts).map(|delay| delay.as_millis() as u64);
+    let change_set = ChangeSet::new(states.into_iter().map(change).collect());
+    let after = |attempts| delay(&change_set, attempts).map(|delay| delay.as_millis() as u64);
     Some([after(1)?, after(2)?, after(3)?, after(u32::MAX)?])
 }
 
@@ -36,7 +37,7 @@ fn failed(failure: Failure) -> ChangeState {
 
 fn reached(reasons: Vec<LagReason>) -> ChangeState {
     let lags = reasons.into_iter().map(|reason| Lag { server: server(), reason }).collect();
-    ChangeState::Reached { goal: Goal::Lowered, ttl_s: 5, serial: 1, lags }
+    ChangeState::Made { goal: Goal::Lowered, ttl_s: 5, serial: 1, lags }
 }
 
 #[test]
@@ -51,16 +52,16 @@ fn what_passes_by_itself_is_tried_soon() {
     assert_eq!(delays(vec![away()]), QUICK_DELAYS);
     assert_eq!(delays(vec![failed(Failure::Code { server: server(), code: ResponseCode(2) })]), QUICK_DELAYS);
     assert_eq!(delays(vec![reached(vec![LagReason::Behind { serial: 1 }])]), QUICK_DELAYS);
-    assert_eq!(delays(vec![ChangeState::Conflict { found: Observed::default() }, away()]), QUICK_DELAYS);
+    assert_eq!(delays(vec![ChangeState::Conflict { found: Rrset::default() }, away()]), QUICK_DELAYS);
     assert_eq!(delays(vec![ChangeState::Pending]), QUICK_DELAYS);
-    assert_eq!(delays(vec![failed(Failure::Unsettled)]), Some([1000; 4]));
+    assert_eq!(delays(vec![failed(Failure::LostAnswer)]), Some([1000; 4]));
 }
 
 #[test]
 fn what_a_person_has_to_mend_is_tried_seldom() {
     assert_eq!(delays(vec![failed(Failure::Refused { server: server() })]), SLOW_DELAYS);
-    assert_eq!(delays(vec![ChangeState::Conflict { found: Observed::default() }]), SLOW_DELAYS);
-    assert_eq!(delays(vec![reached(vec![LagReason::SerialStands { serial: 1 }])]), SLOW_DELAYS);
+    assert_eq!(delays(vec![ChangeState::Conflict { found: Rrset::default() }]), SLOW_DELAYS);
+    assert_eq!(delays(vec![reached(vec![LagReason::SerialNotIncremented { serial: 1 }])]), SLOW_DELAYS);
     let refused = LagReason::Failed { failure: Failure::Refused { server: server() } };
     assert_eq!(delays(vec![reached(vec![refused]), reached(vec![])]), SLOW_DELAYS);
 }

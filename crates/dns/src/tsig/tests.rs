@@ -48,7 +48,7 @@ fn a_request_is_signed_as_by_another_implementation() {
 fn the_answer_of_a_server_with_the_key_is_verified() {
     assert_eq!(verify(&bytes(ANSWER), NOW_S), Ok(()));
     assert_eq!(verify(&bytes(ANSWER), NOW_S + 307), Ok(()));
-    let late = KeyRejection::Time { server_s: Some(NOW_S + 7) };
+    let late = KeyRejection::BadTime { server_s: Some(NOW_S + 7) };
     assert_eq!(verify(&bytes(ANSWER), NOW_S + 308), rejected(late));
 }
 
@@ -73,9 +73,9 @@ fn no_byte_of_an_answer_can_be_changed() {
 
 #[test]
 fn rejections_are_told_apart() {
-    assert_eq!(verify(&bytes(UNKNOWN_KEY), NOW_S), rejected(KeyRejection::Unknown));
-    assert_eq!(verify(&bytes(WRONG_SIGNATURE), NOW_S), rejected(KeyRejection::Signature));
-    let time = KeyRejection::Time { server_s: Some(NOW_S + 1000) };
+    assert_eq!(verify(&bytes(UNKNOWN_KEY), NOW_S), rejected(KeyRejection::BadKey));
+    assert_eq!(verify(&bytes(WRONG_SIGNATURE), NOW_S), rejected(KeyRejection::BadSig));
+    let time = KeyRejection::BadTime { server_s: Some(NOW_S + 1000) };
     assert_eq!(verify(&bytes(WRONG_TIME), NOW_S), rejected(time));
     let mut forged = bytes(WRONG_TIME);
     *forged.last_mut().unwrap() ^= 1;

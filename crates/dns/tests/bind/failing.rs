@@ -1,27 +1,28 @@
 //! Servers that die, refuse or lose messages, and other hands that change the same names.
 
-use dns::{Change, ChangeJournal, ChangeState, Failure, Goal, LagReason, Progress, RecordType, Updater};
+use dns::{ChangeSet, ChangeState, Failure, Goal, LagReason, Progress, RecordType, RrsetChange, Updater};
 use lab::DEADLINE;
 use whimbrel_dns as dns;
 
 use crate::relay::{Injury, Relay};
 use crate::servers::{SECRET, Servers, write_key};
 
-fn change<'a>(record: &'a ChangeJournal, owner: &str, kind: RecordType) -> &'a Change {
+fn change<'a>(change_set: &'a ChangeSet, owner: &str, kind: RecordType) -> &'a RrsetChange {
     let owner = owner.parse().unwrap();
-    record.changes.iter().find(|change| change.owner == owner && change.kind == kind).unwrap()
+    change_set.changes.iter().find(|change| change.owner == owner && change.kind == kind).unwrap()
 }
 
 /// Waits until the goal that was asked for last is complete.
 #[track_caller]
-fn complete(updater: &Updater) -> ChangeJournal {
-    let record = updater.wait(DEADLINE);
-    let states: Vec<_> = record.changes.iter().map(|change| format!("{change}: {}", change.state)).collect();
-    assert_eq!(record.progress(), Progress::Complete, "{states:#?}");
-    record
+fn complete(updater: &Updater) -> ChangeSet {
+    let change_set = updater.wait(DEADLINE);
+    let states: Vec<_> =
+        change_set.changes.iter().map(|change| format!("{change}: {}", change.state)).collect();
+    assert_eq!(change_set.progress(), Progress::Complete, "{states:#?}");
+    change_set
 }
 
-fn is_away(change: &Change) -> bool {
+fn is_away(change: &RrsetChange) -> bool {
     matches!(&change.state, ChangeState::Failed { failure: Failure::Unreachable { .. } })
 }
 
@@ -32,13 +33,13 @@ fn a_record_of_another_hand_is_left_alone_and_reported() {
     complete(&updater);
     servers.nsupdate("update delete web.example.org A\nupdate add web.example.org 5 A 203.0.113.9");
     updater.switch();
-    let is_conflict = |record: &ChangeJournal| {
-        let state = &change(record, "web.example.org", RecordType::A).state;
+    let is_conflict = |change_set: &ChangeSet| {
+        let state = &change(change_set, "web.example.org", RecordType::A).state;
         matches!(state, ChangeState::Conflict { found } if found.to_string() == "203.0.113.9")
     };
-    let record = updater.wait_until(DEADLINE, |record| record.unfinished().count() == 1);
-    assert!(is_conflict(&record), "{record:?}");
-    assert_eq!(record.progress(), Progress::Incomplete);
+    let change_set = updater.wait_until(DEADLINE, |change_set| change_set.unfinished().count() == 1);
+    assert!(is_conflict(&change_set), "{change_set:?}");
+    assert_eq!(change_set.progress(), Progress::Incomplete);
     let first = servers.first_address();
     assert_eq!(servers.dig(first, &["web.example.org", "A"]), ["web.example.org. 5 A 203.0.113.9"]);
     assert_eq!(servers.dig(first, &["web.example.org", "AAAA"]), ["web.example.org. 5 AAAA 2001:db8:1::7"]);
@@ -52,8 +53,8 @@ fn a_record_of_another_hand_is_left_alone_and_reported() {
     // Also on the way back.
     servers.nsupdate("update delete web.example.org A\nupdate add web.example.org 77 A 203.0.113.9");
     updater.undo();
-    let record = updater.wait_until(DEADLINE, |record| record.unfinished().count() == 1);
-    assert!(is_conflict(&record), "{record:?}");
+    let change_set = updater.wait_until(DEADLINE, |change_set| change_set.unfinished().count() == 1);
+    assert!(is_conflict(&change_set), "{change_set:?}");
     assert_eq!(servers.dig(first, &["web.example.org", "A"]), ["web.example.org. 77 A 203.0.113.9"]);
     assert_eq!(servers.dig(first, &["web.example.org", "AAAA"]), ["web.example.org. 300 AAAA 2001:db8::10"]);
 }
@@ -66,13 +67,13 @@ fn a_server_that_died_gets_the_change_when_it_is_back() {
     complete(&updater);
     servers.first.take().unwrap().kill().unwrap();
     updater.switch();
-    let record = updater.wait_until(DEADLINE, |record| record.changes.iter().all(is_away));
-    assert!(record.changes.iter().all(is_away), "{record:?}");
+    let change_set = updater.wait_until(DEADLINE, |change_set| change_set.changes.iter().all(is_away));
+    assert!(change_set.changes.iter().all(is_away), "{change_set:?}");
     // The agent ends in between, too.
-    updater.close();
+    updater.suspend();
     let updater = servers.resume(&config);
-    let record = updater.wait_until(DEADLINE, |record| record.changes.iter().all(is_away));
-    assert_eq!(record.goal, Goal::Switched);
+    let change_set = updater.wait_until(DEADLINE, |change_set| change_set.changes.iter().all(is_away));
+    assert_eq!(change_set.goal, Goal::Switched);
     servers.start_first();
     complete(&updater);
     let found = servers.dig(servers.second_address(), &["web.example.org", "A"]);
@@ -86,13 +87,13 @@ fn a_server_that_was_away_from_the_beginning_loses_nothing() {
     servers.first.take().unwrap().kill().unwrap();
     let updater = servers.prepare(&servers.config());
     updater.switch();
-    let record = updater.wait_until(DEADLINE, |record| record.changes.iter().all(is_away));
-    assert!(record.changes.iter().all(|change| change.survey.is_none()));
+    let change_set = updater.wait_until(DEADLINE, |change_set| change_set.changes.iter().all(is_away));
+    assert!(change_set.changes.iter().all(|change| change.original.is_none()));
     servers.start_first();
-    let record = complete(&updater);
+    let change_set = complete(&updater);
     // It was never lowered: caches have what they read for its TTL.
-    let web = change(&record, "web.example.org", RecordType::A);
-    let switched_at_s = web.survey.as_ref().unwrap().switched_at_s.unwrap();
+    let web = change(&change_set, "web.example.org", RecordType::A);
+    let switched_at_s = web.original.as_ref().unwrap().switched_at_s.unwrap();
     assert_eq!(web.stale_until_s(), Some(switched_at_s + 300));
     updater.undo();
     complete(&updater);
@@ -106,9 +107,9 @@ fn the_change_is_verified_at_a_server_that_comes_later() {
     complete(&updater);
     servers.second.take().unwrap().kill().unwrap();
     updater.switch();
-    let record = updater.wait_until(DEADLINE, |record| record.progress() == Progress::Lagging);
-    let ChangeState::Reached { lags, .. } = &change(&record, "web.example.org", RecordType::A).state else {
-        panic!("{record:?}")
+    let change_set = updater.wait_until(DEADLINE, |change_set| change_set.progress() == Progress::Lagging);
+    let ChangeState::Made { lags, .. } = &change(&change_set, "web.example.org", RecordType::A).state else {
+        panic!("{change_set:?}")
     };
     let [lag] = &lags[..] else { panic!("{lags:?}") };
     assert_eq!(lag.server.to_string(), servers.second_address().to_string());
@@ -129,11 +130,11 @@ fn a_key_that_is_mended_is_used_by_the_next_agent() {
     let updater = servers.prepare(&config);
     updater.switch();
     let is_refused =
-        |change: &Change| matches!(&change.state, ChangeState::Failed { failure: Failure::Key { .. } });
-    let record = updater.wait_until(DEADLINE, |record| record.changes.iter().all(is_refused));
-    assert!(record.changes.iter().all(is_refused), "{record:?}");
+        |change: &RrsetChange| matches!(&change.state, ChangeState::Failed { failure: Failure::Key { .. } });
+    let change_set = updater.wait_until(DEADLINE, |change_set| change_set.changes.iter().all(is_refused));
+    assert!(change_set.changes.iter().all(is_refused), "{change_set:?}");
     assert_eq!(servers.content(servers.first_address()), content);
-    updater.close();
+    updater.suspend();
     write_key(&servers.lab.a.directory().join("key"), SECRET);
     let updater = servers.resume(&config);
     assert_eq!(complete(&updater).goal, Goal::Switched);
@@ -180,10 +181,12 @@ fn an_update_that_comes_late_is_undone() {
     updater.undo();
     // One pass, and no other before the update has come.
     relay.cut_and_admit(1);
-    let is_unsettled =
-        |change: &Change| matches!(&change.state, ChangeState::Failed { failure: Failure::Unsettled });
-    let record = updater.wait_until(DEADLINE, |record| record.changes.iter().any(is_unsettled));
-    let late = record.changes.iter().find(|change| is_unsettled(change)).expect("nothing is unsettled");
+    let may_still_apply =
+        |change: &RrsetChange| matches!(&change.state, ChangeState::Failed { failure: Failure::LostAnswer });
+    let change_set =
+        updater.wait_until(DEADLINE, |change_set| change_set.changes.iter().any(may_still_apply));
+    let late =
+        change_set.changes.iter().find(|change| may_still_apply(change)).expect("nothing is unsettled");
     assert_eq!((&late.owner.to_string()[..], late.kind), ("web.example.org", RecordType::A));
     assert_eq!(relay.release(&servers.lab.a), 0, "its condition is met");
     let found = servers.dig(servers.first_address(), &["web.example.org", "A"]);

@@ -1,6 +1,6 @@
 //! Names follow their VM, and come back.
 
-use dns::{ChangeJournal, Goal, Progress};
+use dns::{AddressChange, ChangeSet, Goal, Progress, Relocation};
 use lab::DEADLINE;
 use whimbrel_dns as dns;
 
@@ -20,9 +20,10 @@ fn names(servers: &Servers, server: std::net::Ipv4Addr) -> Vec<String> {
 }
 
 #[track_caller]
-fn complete(record: &ChangeJournal, goal: Goal) {
-    let states: Vec<_> = record.changes.iter().map(|change| format!("{change}: {}", change.state)).collect();
-    assert_eq!((record.goal, record.progress()), (goal, Progress::Complete), "{states:#?}");
+fn complete(change_set: &ChangeSet, goal: Goal) {
+    let states: Vec<_> =
+        change_set.changes.iter().map(|change| format!("{change}: {}", change.state)).collect();
+    assert_eq!((change_set.goal, change_set.progress()), (goal, Progress::Complete), "{states:#?}");
 }
 
 const SOURCE: [&str; 6] = [
@@ -46,7 +47,35 @@ const DESTINATION: [&str; 6] = [
 /// Returns the records with their TTL: the low one, or the one that each had at first.
 fn records(records: &[&str], is_lowered: bool) -> Vec<String> {
     let [pool, other] = if is_lowered { ["5", "5"] } else { ["60", "300"] };
-    records.iter().map(|record| record.replace("{60}", pool).replace("{}", other)).collect()
+    records.iter().map(|line| line.replace("{60}", pool).replace("{}", other)).collect()
+}
+
+#[test]
+fn a_vm_that_moves_again_soon_keeps_its_ttl() {
+    let servers = Servers::start();
+    let config = servers.config();
+    let first = servers.prepare(&config);
+    complete(&first.wait(DEADLINE), Goal::Lowered);
+    first.switch();
+    complete(&first.wait(DEADLINE), Goal::Switched);
+    // It moves back before its names have got their TTL back.
+    let moved =
+        |before: &str, after: &str| AddressChange::new(before.parse().unwrap(), after.parse().unwrap());
+    let addresses = vec![moved("198.51.100.7", "192.0.2.10"), moved("2001:db8:1::7", "2001:db8::10")];
+    let mut source = config.vms["web1"].clone();
+    let destination = source.clone();
+    source.services[0].port = 8080;
+    let back = Relocation::new(&source, Some(&destination), addresses);
+    let path = servers.record_path().with_extension("next");
+    let second = servers.prepare_move(&config, &back, &path, &[first.change_set()]);
+    first.abandon().unwrap();
+    assert!(!servers.record_path().exists());
+    complete(&second.wait(DEADLINE), Goal::Lowered);
+    second.switch();
+    complete(&second.wait(DEADLINE), Goal::Switched);
+    second.restore_ttl();
+    complete(&second.wait(DEADLINE), Goal::Restored);
+    assert_eq!(names(&servers, servers.first_address()), records(&SOURCE, false));
 }
 
 #[test]
@@ -60,8 +89,11 @@ fn names_follow_with_a_low_ttl_and_get_it_back() {
     for server in both {
         assert_eq!(names(&servers, server), records(&SOURCE, true), "{server}");
     }
-    let lowered = updater.record();
-    let settled_s = lowered.settled_at_s().unwrap();
+    let lowered = updater.change_set();
+    // From then on no cache has a record with the TTL that was found.
+    let originals = lowered.changes.iter().filter_map(|change| change.original.as_ref());
+    let expired_s =
+        originals.map(|found| found.lowered_at_s.unwrap() + u64::from(found.ttl_s)).max().unwrap();
     assert_eq!(lowered.stale_until_s(), None);
 
     updater.switch();
@@ -70,12 +102,12 @@ fn names_follow_with_a_low_ttl_and_get_it_back() {
     for server in both {
         assert_eq!(names(&servers, server), records(&DESTINATION, true), "{server}");
     }
-    assert!(switched.stale_until_s().unwrap() >= settled_s);
+    assert!(switched.stale_until_s().unwrap() >= expired_s);
     for (zone, before) in ZONES.into_iter().zip(serials) {
         assert!(servers.serial(zone) > before, "{zone}");
     }
 
-    updater.restore();
+    updater.restore_ttl();
     complete(&updater.wait(DEADLINE), Goal::Restored);
     for server in both {
         assert_eq!(names(&servers, server), records(&DESTINATION, false), "{server}");
@@ -83,7 +115,7 @@ fn names_follow_with_a_low_ttl_and_get_it_back() {
     // All else in the zones is as it was.
     let mut expected: Vec<_> = content;
     let (from, to) = (records(&SOURCE, false), records(&DESTINATION, false));
-    expected.retain(|record| !from.contains(record));
+    expected.retain(|line| !from.contains(line));
     expected.extend(to);
     let mut found = servers.content(both[0]);
     expected.sort();
@@ -108,11 +140,11 @@ fn a_migration_that_ends_leaves_the_zones_as_they_were() {
             if *goal == Goal::Switched {
                 updater.switch();
             } else {
-                updater.restore();
+                updater.restore_ttl();
             }
             complete(&updater.wait(DEADLINE), *goal);
             // Each time by another agent.
-            updater.close();
+            updater.suspend();
             updater = servers.resume(&config);
         }
         assert_ne!(servers.content(first), content);
@@ -129,7 +161,7 @@ fn a_goal_that_comes_at_once_is_reached_without_the_ones_before() {
     let content = servers.content(servers.first_address());
     let updater = servers.prepare(&servers.config());
     updater.switch();
-    updater.restore();
+    updater.restore_ttl();
     complete(&updater.wait(DEADLINE), Goal::Restored);
     assert_eq!(names(&servers, servers.first_address()), records(&DESTINATION, false));
     updater.undo();

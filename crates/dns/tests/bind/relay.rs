@@ -7,7 +7,7 @@ use std::thread;
 
 use lab::{DEADLINE, Host};
 
-/// What is done with the next update; all other messages pass.
+/// Treatment of the next update; all other messages pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Injury {
     /// Nothing.

@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
-use dns::{AddressChange, DnsConfig, Relocation, Updater, VmNames, Zones};
+use dns::{AddressChange, ChangeSet, DnsConfig, Relocation, Updater, VmNames, Zones};
 use lab::{Daemon, Host, Lab, LabConfig};
 use whimbrel_dns as dns;
 
@@ -132,8 +132,18 @@ impl Servers {
 
     /// Prepares the change of a VM's names, as the agent of host a does.
     pub(crate) fn prepare(&self, config: &DnsConfig) -> Updater {
-        let path = self.record_path();
-        let prepare = || Updater::prepare(Zones::load(&config.zones), &relocation(config), &path);
+        self.prepare_move(config, &relocation(config), &self.record_path(), &[])
+    }
+
+    /// Prepares a change, after others that are not finished.
+    pub(crate) fn prepare_move(
+        &self,
+        config: &DnsConfig,
+        relocation: &Relocation,
+        path: &Path,
+        unfinished: &[ChangeSet],
+    ) -> Updater {
+        let prepare = || Updater::prepare(Zones::load(&config.zones), relocation, path, unfinished);
         self.lab.a.within(prepare).unwrap().unwrap()
     }
 

@@ -10,7 +10,7 @@ use super::{Estimate, MigrationForecast};
 /// Rate at which a guest writes, beside the rate at which its pages are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum WriteIntensity {
+pub enum WriteHeat {
     /// Below a hundredth.
     Idle,
     /// Below a half.
@@ -21,24 +21,24 @@ pub enum WriteIntensity {
 
 /// Kind of VM: VMs whose forecasts are expected to err in the same way.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct VmKind {
+pub struct CalibrationClass {
     /// Name of the policy.
     pub policy: String,
     /// Size of the memory: the power of two, in MiB, that it reaches.
     pub memory_octave: u32,
     /// Rate of writes.
-    pub heat: WriteIntensity,
+    pub heat: WriteHeat,
 }
 
-impl VmKind {
+impl CalibrationClass {
     /// Returns the kind of the VM of a forecast.
     pub fn of(policy: &str, facts: &MigrationFacts) -> Self {
         let writes = facts.guest.writes.bytes_per_s();
         let sends = facts.path.pages_bytes_per_s() as u64;
         let heat = match writes {
-            writes if writes < sends / 100 => WriteIntensity::Idle,
-            writes if writes < sends / 2 => WriteIntensity::Warm,
-            _ => WriteIntensity::Hot,
+            writes if writes < sends / 100 => WriteHeat::Idle,
+            writes if writes < sends / 2 => WriteHeat::Warm,
+            _ => WriteHeat::Hot,
         };
         let memory_octave = (facts.guest.memory_bytes >> 20).max(1).ilog2();
         Self { policy: policy.to_owned(), memory_octave, heat }
@@ -62,7 +62,7 @@ pub struct MigrationOutcome {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CalibrationRecord {
     /// Kind of the VM.
-    pub kind: VmKind,
+    pub kind: CalibrationClass,
     /// The forecast as it was simulated, without a correction.
     pub simulated: MigrationForecast,
     /// The forecast as it was shown.
@@ -142,7 +142,7 @@ impl Calibration {
 
     /// Returns the forecast as the record corrects it: expected values by the median of the ratios of outcomes to
     /// forecasts, intervals by their quantiles once there are enough.
-    pub fn correct(&self, kind: &VmKind, simulated: &MigrationForecast) -> MigrationForecast {
+    pub fn correct(&self, kind: &CalibrationClass, simulated: &MigrationForecast) -> MigrationForecast {
         let corrected = |quantity: Quantity| {
             let estimate = quantity.of_forecast(simulated);
             self.quantiles(kind, simulated, quantity).map_or(estimate, |ratios| correct(estimate, ratios))
@@ -160,7 +160,7 @@ impl Calibration {
     /// Records count whose migration ended in the way that is forecast: one that gave up has no downtime.
     fn quantiles(
         &self,
-        kind: &VmKind,
+        kind: &CalibrationClass,
         simulated: &MigrationForecast,
         quantity: Quantity,
     ) -> Option<RatioQuantiles> {

@@ -34,7 +34,7 @@ pub struct DiskFacts {
 
 /// Path from the source to the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PathFacts {
+pub struct LinkFacts {
     /// Rate of the link, measured or remembered, in bytes per second; for one of several migrations its share.
     pub link_bytes_per_s: u64,
     /// Round trip time, in nanoseconds.
@@ -49,7 +49,7 @@ pub struct PathFacts {
     pub drain_ns: u64,
 }
 
-impl Default for PathFacts {
+impl Default for LinkFacts {
     /// A link of 1 Gb/s in one room, before anything was measured.
     fn default() -> Self {
         Self {
@@ -63,7 +63,7 @@ impl Default for PathFacts {
     }
 }
 
-impl PathFacts {
+impl LinkFacts {
     /// Returns the rate at which pages with content are sent, in bytes of whole pages per second, at least 1.
     pub(super) fn pages_bytes_per_s(&self) -> f64 {
         let link = self.link_bytes_per_s as f64 * 1000.0 / f64::from(self.wire_permille.max(1));
@@ -101,9 +101,9 @@ impl Default for OverheadTimes {
 /// Uncertainty of measured facts, in hundredths of their values: the range in which eight of ten values lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FactUncertainty {
-    /// Of the rate of the link.
+    /// Uncertainty of the link's rate.
     pub link_percent: u32,
-    /// Of the guest's write rate.
+    /// Uncertainty of the guest's write rate.
     pub writes_percent: u32,
 }
 
@@ -121,7 +121,7 @@ pub struct MigrationFacts {
     pub guest: GuestFacts,
     /// The path.
     #[serde(default)]
-    pub path: PathFacts,
+    pub path: LinkFacts,
     /// Fixed parts of the downtime ([`crate::pre_copy::CostHistory::estimate`]).
     #[serde(default)]
     pub fixed: FixedCost,

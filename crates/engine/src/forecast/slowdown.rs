@@ -66,7 +66,7 @@ impl Slowdown {
         let seen = CpuObservation {
             used_us_per_s: self.used_us_per_s(),
             dirtied_bytes_per_s: observed.without_must_precopy().dirty_rate_bytes_per_s(),
-            drained_bytes_per_s: sent.dirty_rate_bytes_per_s(),
+            sent_bytes_per_s: sent.dirty_rate_bytes_per_s(),
         };
         let wish = ThrottleDemand {
             is_chosen,

@@ -4,7 +4,7 @@ mod calibrated;
 
 use proptest::prelude::*;
 
-use super::facts::{DiskFacts, FactUncertainty, GuestFacts, OverheadTimes, PathFacts};
+use super::facts::{DiskFacts, FactUncertainty, GuestFacts, LinkFacts, OverheadTimes};
 use super::writes::{WorkingSetCurve, WorkingSetPoint};
 use super::*;
 use crate::pre_copy::{
@@ -26,7 +26,7 @@ fn facts(writes: WorkingSetCurve) -> MigrationFacts {
             disks: None,
             vcpu_use_us_per_s: vec![1_000_000, 500_000],
         },
-        path: PathFacts { link_bytes_per_s: 100 * MIB, ..PathFacts::default() },
+        path: LinkFacts { link_bytes_per_s: 100 * MIB, ..LinkFacts::default() },
         times: OverheadTimes { setup_ns: SECOND / 2, finish_ns: SECOND / 10 },
         ..MigrationFacts::default()
     }
@@ -228,7 +228,7 @@ prop_compose! {
                 disks: disk_bytes.map(|bytes| DiskFacts { bytes, writes: disk_writes }),
                 vcpu_use_us_per_s: Vec::new(),
             },
-            path: PathFacts { link_bytes_per_s, rtt_ns, copy_bytes_per_s, wire_permille, scan_ns, drain_ns: MS },
+            path: LinkFacts { link_bytes_per_s, rtt_ns, copy_bytes_per_s, wire_permille, scan_ns, drain_ns: MS },
             throttle_requested,
             ..MigrationFacts::default()
         }

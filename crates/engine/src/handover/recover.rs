@@ -96,12 +96,14 @@ pub fn advise_source(terms: &MigrationTerms, state: &SourceState) -> Advice {
         | SourceState::Stopped { .. }
         | SourceState::Aborting
         | SourceState::Aborted => {
-            settled(format!("this host owns the guest: epoch {epoch} was not committed"))
+            already_over(format!("this host owns the guest: epoch {epoch} was not committed"))
         }
-        SourceState::Returning | SourceState::Returned => settled(format!(
+        SourceState::Returning | SourceState::Returned => already_over(format!(
             "this host owns the guest: epoch {epoch} was committed, and the guest was returned"
         )),
-        SourceState::Done { .. } => settled(format!("{there} owns the guest: epoch {epoch} is complete")),
+        SourceState::Done { .. } => {
+            already_over(format!("{there} owns the guest: epoch {epoch} is complete"))
+        }
     }
 }
 
@@ -156,25 +158,25 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
             ],
             choices: starting_choices(terms),
         },
-        DestinationState::Completing { .. } => settled(format!(
+        DestinationState::Completing { .. } => already_over(format!(
             "this host has owned the guest since epoch {epoch}, and runs it; some of its memory is still at \
              {there}: make sure that {there} can be reached, and do not end its QEMU there"
         )),
         DestinationState::Starting { .. } | DestinationState::Active { .. } => {
-            settled(format!("this host has owned the guest since epoch {epoch}"))
+            already_over(format!("this host has owned the guest since epoch {epoch}"))
         }
-        DestinationState::Crashed { ran: true } => settled(format!(
+        DestinationState::Crashed { ran: true } => already_over(format!(
             "this host had owned the guest since epoch {epoch}, and it crashed here; start it from its disks \
              on this host"
         )),
-        DestinationState::Crashed { ran: false } => settled(format!(
+        DestinationState::Crashed { ran: false } => already_over(format!(
             "this host's copy of epoch {epoch} is lost and may have run; {there} may have the guest's memory \
              as it was when it was stopped: decide there"
         )),
         DestinationState::Idle
         | DestinationState::Prepared
         | DestinationState::Refused
-        | DestinationState::Discarded => settled(format!(
+        | DestinationState::Discarded => already_over(format!(
             "this host does not own the guest: it has not run here in epoch {epoch}, and will not"
         )),
     }
@@ -393,6 +395,6 @@ fn registry_line(terms: &MigrationTerms) -> String {
     }
 }
 
-fn settled(known: String) -> Advice {
+fn already_over(known: String) -> Advice {
     Advice { known: vec![known], unknown: vec![], choices: vec![] }
 }

@@ -1,6 +1,6 @@
 //! Cost of a move: its time, downtime and bytes on a link of a rate.
 
-use super::inventory::{RateForecast, VmSpec};
+use super::inventory::{ForecastAtRate, VmSpec};
 use crate::forecast::Estimate;
 
 /// Forecast of a move.
@@ -27,7 +27,7 @@ fn times(value: u64, by: u64, of: u64) -> u64 {
 /// hides that rounds may not converge there.
 pub(super) fn cost(vm: &VmSpec, bytes_per_s: u64) -> MoveCost {
     let bytes_per_s = bytes_per_s.max(1);
-    let below = |point: &&RateForecast| point.bytes_per_s <= bytes_per_s;
+    let below = |point: &&ForecastAtRate| point.bytes_per_s <= bytes_per_s;
     let next = vm.forecasts.iter().filter(below).max_by_key(|point| point.bytes_per_s);
     let lowest = || vm.forecasts.iter().min_by_key(|point| point.bytes_per_s);
     let Some(point) = next.or_else(lowest) else { return unmeasured(vm, bytes_per_s) };
@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn the_forecast_of_the_next_lower_rate_counts() {
-        let point = |bytes_per_s, seconds: u64| RateForecast {
+        let point = |bytes_per_s, seconds: u64| ForecastAtRate {
             bytes_per_s,
             total_ns: Estimate::certain(seconds * SECOND),
             downtime_ns: SECOND,

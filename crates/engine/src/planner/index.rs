@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::affinity_groups::{AffinityGroups, group};
 use super::inventory::{HostPlatform, HostSpec, Inventory, LinkSpec, VmPlatform, VmSpec};
 use super::obstacle::{Obstacle, link_bytes_per_s, platform_obstacles, surroundings_obstacles};
 use super::refusal::Refusal;
-use super::units::{Units, group};
 
 /// A fleet by numbers: places in the inventory's lists.
 pub(super) struct Fleet<'a> {
@@ -21,7 +21,7 @@ pub(super) struct Fleet<'a> {
     pub(super) label_names: Vec<&'a str>,
     /// Hosts on which each VM may run, sorted; none for all.
     pub(super) only_on: Vec<Option<Vec<u32>>>,
-    pub(super) units: Units,
+    pub(super) units: AffinityGroups,
     /// Kind of each host. Hosts of one kind differ in name, zone, memory in use and the like only.
     pub(super) host_kind: Vec<u32>,
     /// A host of each kind.

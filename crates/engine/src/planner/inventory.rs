@@ -189,7 +189,7 @@ pub struct VmSpec {
     pub rested_s: Option<u64>,
     /// Forecasts of its migration at several rates; empty to expect its memory and disks once.
     #[serde(default)]
-    pub forecasts: Vec<RateForecast>,
+    pub forecasts: Vec<ForecastAtRate>,
 }
 
 /// Rules of a VM's placement.
@@ -212,7 +212,7 @@ pub struct PlacementRules {
 
 /// Forecast of a VM's migration on a link of a rate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RateForecast {
+pub struct ForecastAtRate {
     /// Rate of the link, in bytes per second.
     pub bytes_per_s: u64,
     /// Total time, in nanoseconds.
@@ -223,7 +223,7 @@ pub struct RateForecast {
     pub bytes: u64,
 }
 
-impl RateForecast {
+impl ForecastAtRate {
     /// Returns the point of a forecast that was made for a link of a rate.
     pub fn new(bytes_per_s: u64, forecast: &MigrationForecast) -> Self {
         Self {

@@ -1,4 +1,4 @@
-//! Which VM could run where, and why not; and the CPU model that all hosts have.
+//! Placements that are possible: for each VM and host the reasons against it; and the CPU model that all hosts have.
 
 use std::collections::BTreeSet;
 
@@ -48,12 +48,12 @@ pub struct CommonCpuModel {
     /// refuses to start where one is missing.
     pub option: String,
     /// Next higher model, and the hosts that do not have it; none if there is no higher one.
-    pub next: Option<LimitingCpuModel>,
+    pub next: Option<NextCpuModel>,
 }
 
 /// A CPU model that some hosts lack.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LimitingCpuModel {
+pub struct NextCpuModel {
     /// Name of the model.
     pub model: String,
     /// Hosts that lack it.
@@ -128,7 +128,7 @@ fn common_cpu(fleet: &Fleet<'_>) -> Option<CommonCpuModel> {
     let lacking = higher.map(|(place, other)| {
         let hosts = inventory.hosts.iter().zip(&platforms).filter(|(_, platform)| !offers(platform, other));
         let hosts: Vec<String> = hosts.map(|(host, _)| host.name.clone()).collect();
-        (hosts.len(), rank(&(place, other)), LimitingCpuModel { model: other.name.clone(), hosts })
+        (hosts.len(), rank(&(place, other)), NextCpuModel { model: other.name.clone(), hosts })
     });
     // The one that fewest hosts lack, but not all of them.
     let raised = lacking.filter(|(count, ..)| *count < inventory.hosts.len());

@@ -1,4 +1,4 @@
-//! What VMs use on hosts: memory, NUMA nodes, processors, disk space, and the labels that keep VMs apart.
+//! Resources that VMs use on hosts: memory, NUMA nodes, processors, disk space, and the labels that keep VMs apart.
 
 use std::collections::BTreeMap;
 

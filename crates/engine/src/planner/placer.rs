@@ -7,7 +7,7 @@ use super::cost::cost;
 use super::index::Fleet;
 use super::obstacle::Obstacle;
 use super::occupancy::{Occupancy, WHOLE_PPM};
-use super::plan::{MoveReason, RemainingVm, StayReason};
+use super::plan::{MoveReason, StayReason, StayingVm};
 use super::request::MoveLimits;
 
 /// Placement of all VMs, which begins as it is.
@@ -24,7 +24,7 @@ pub(super) struct Placer<'a> {
     pub(super) vms_on: Vec<BTreeSet<u32>>,
     /// Reasons of the moves so far.
     pub(super) reasons: BTreeMap<u32, MoveReason>,
-    pub(super) stays: Vec<RemainingVm>,
+    pub(super) stays: Vec<StayingVm>,
     /// Reason for which a host accepts no VMs, for each host.
     closed: Vec<Option<Obstacle>>,
     /// Hosts of each kind that accept VMs, by load.
@@ -310,6 +310,6 @@ impl<'a> Placer<'a> {
     /// Records that a VM stays.
     pub(super) fn stay(&mut self, vm: u32, why: StayReason) {
         let host = self.fleet.host(self.host_of[vm as usize]).name.clone();
-        self.stays.push(RemainingVm { vm: self.fleet.vm(vm).name.clone(), host, why });
+        self.stays.push(StayingVm { vm: self.fleet.vm(vm).name.clone(), host, why });
     }
 }

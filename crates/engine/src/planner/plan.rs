@@ -13,7 +13,7 @@ pub struct PlacementPlan {
     /// Moves, in the order in which they begin. Memory fits at every step.
     pub moves: Vec<PlannedMove>,
     /// VMs that stay although the goal concerns them.
-    pub stays: Vec<RemainingVm>,
+    pub stays: Vec<StayingVm>,
     /// Time until the last move has ended, in nanoseconds.
     pub duration_ns: Estimate,
     /// Outlook for the deadline, if there is one.
@@ -101,7 +101,7 @@ pub enum MoveReason {
 
 /// A VM that stays.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RemainingVm {
+pub struct StayingVm {
     /// VM.
     pub vm: String,
     /// Its host.

@@ -211,10 +211,7 @@ fn the_matrix_says_what_stands_in_the_way() {
     // All hosts have what the oldest has.
     let common = found.common_cpu.unwrap();
     assert_eq!((common.model.as_str(), common.option.as_str()), ("Low", "-cpu Low,enforce"));
-    assert_eq!(
-        common.next,
-        Some(LimitingCpuModel { model: "Middle".to_owned(), hosts: vec!["old".to_owned()] })
-    );
+    assert_eq!(common.next, Some(NextCpuModel { model: "Middle".to_owned(), hosts: vec!["old".to_owned()] }));
 
     // What if the old host had the others' QEMU and processor?
     let change =

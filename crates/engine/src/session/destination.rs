@@ -3,11 +3,9 @@ mod arrival;
 use std::collections::VecDeque;
 use std::time::Duration;
 
-pub use arrival::{
-    MessageContext, MessageTreatment, NotReady, PayloadKind, RefusedPayload, SourceControlStream,
-};
+pub use arrival::{Admission, ControlGeneration, MessageContext, NotReady, PayloadKind, RefusedPayload};
 
-use super::turns::SessionCore;
+use super::driver_step::SessionCore;
 use super::{DriverStep, Time};
 use crate::handover::destination::{DestinationEvent, DestinationState};
 
@@ -18,8 +16,9 @@ use crate::handover::destination::{DestinationEvent, DestinationState};
 /// first, then a repetition that is due, then an event from outside.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DestinationSession {
-    turns: SessionCore<DestinationState, DestinationEvent>,
-    /// Facts of this host that the journal did not accept, in the order in which they occurred.
+    core: SessionCore<DestinationState, DestinationEvent>,
+    /// Facts of this host in the order in which they occurred: the first one was not accepted by the journal, and the
+    /// others wait behind it.
     unrecorded: VecDeque<DestinationEvent>,
     must_find_qemu: bool,
     stop_again_at: Option<Time>,
@@ -60,7 +59,7 @@ impl DestinationSession {
     /// Creates the session of a migration in this state.
     pub fn new(state: DestinationState) -> Self {
         Self {
-            turns: SessionCore::new(state),
+            core: SessionCore::new(state),
             unrecorded: VecDeque::new(),
             must_find_qemu: false,
             stop_again_at: None,
@@ -69,49 +68,66 @@ impl DestinationSession {
 
     /// Returns the state of the handover.
     pub fn state(&self) -> &DestinationState {
-        &self.turns.state
+        &self.core.state
     }
 
     /// Enters a state, once its journal entry is made or without one.
     pub fn enter(&mut self, state: DestinationState) {
-        self.turns.state = state;
+        self.core.state = state;
     }
 
     /// Adds an event that an effect has caused. It is handled before any event from outside.
     pub fn follow_up(&mut self, event: DestinationEvent) {
-        self.turns.follow_up(event);
+        self.core.follow_up(event);
     }
 
     /// Records a sign of life of the source. Until this host is ready only the control stream counts, because the VM
     /// arrives there or not at all: a source that only asks will not send the remaining state. After that every sign
     /// counts.
     pub fn record_contact(&mut self, is_on_control: bool, now: Time) {
-        if is_on_control || self.turns.state != DestinationState::Prepared {
-            self.turns.contact.record(now);
+        if is_on_control || self.core.state != DestinationState::Prepared {
+            self.core.contact.record(now);
         }
     }
 
     /// Records the loss of the control stream. Returns the event that follows at once: a host in doubt asks.
     pub fn control_lost(&mut self, now: Time) -> Option<DestinationEvent> {
-        self.turns.contact.record(now);
-        self.turns.state.is_in_doubt().then_some(DestinationEvent::Repeat)
+        self.core.contact.record(now);
+        self.core.state.is_in_doubt().then_some(DestinationEvent::Repeat)
     }
 
     /// Returns the next event that an effect has caused.
     pub fn take_follow_up(&mut self) -> Option<DestinationEvent> {
-        self.turns.take_follow_up()
+        self.core.take_follow_up()
     }
 
-    /// Returns the driver's next step.
-    pub fn next_turn(&mut self, now: Time) -> DriverStep<DestinationEvent> {
-        let is_over = self.turns.state.is_final();
-        self.turns.next(now, is_over)
+    /// Returns true if `event` is handled now. While a fact waits for the journal, the state is the one before it, in
+    /// which later events would be misunderstood: a later fact waits behind it, and a statement is dropped.
+    pub fn admit(&mut self, event: &DestinationEvent) -> bool {
+        let is_next = self.unrecorded.front().is_none_or(|first| first == event);
+        if !is_next {
+            self.keep_fact(event);
+        }
+        is_next
+    }
+
+    /// Records that `event` was handled: all of its effects were performed, or it has none in this state.
+    pub fn handled(&mut self, event: &DestinationEvent) {
+        if self.unrecorded.front() == Some(event) {
+            self.unrecorded.pop_front();
+        }
+    }
+
+    /// Returns the driver's next step. The handover is not over before all facts are handled.
+    pub fn next_step(&mut self, now: Time) -> DriverStep<DestinationEvent> {
+        let is_over = self.core.state.is_final() && self.unrecorded.is_empty();
+        self.core.next(now, is_over)
     }
 
     /// Schedules the next repetition. Events from outside do not move it: a peer that repeats a message again and again
     /// must not delay it.
     pub fn repeat_after(&mut self, now: Time, retry: Duration) {
-        self.turns.repeat_after(now, retry);
+        self.core.repeat_after(now, retry);
     }
 
     /// Returns the content of a repetition.
@@ -121,8 +137,8 @@ impl DestinationSession {
         facts: RepetitionContext,
         limits: SilenceLimits,
     ) -> DestinationRepetition {
-        if let Some(event) = self.unrecorded.pop_front() {
-            return DestinationRepetition::Feed(event);
+        if let Some(event) = self.unrecorded.front() {
+            return DestinationRepetition::Feed(event.clone());
         }
         if facts.is_cont_pending {
             return DestinationRepetition::CheckCont;
@@ -130,15 +146,15 @@ impl DestinationSession {
         if std::mem::take(&mut self.must_find_qemu) {
             return DestinationRepetition::FindQemu;
         }
-        if self.turns.state == DestinationState::Prepared {
-            let is_lost = !facts.has_control && self.turns.contact.silence(now) >= limits.give_up_after;
+        if self.core.state == DestinationState::Prepared {
+            let is_lost = !facts.has_control && self.core.contact.silence(now) >= limits.give_up_after;
             return if is_lost {
                 DestinationRepetition::Feed(DestinationEvent::PeerLost)
             } else {
                 DestinationRepetition::Nothing
             };
         }
-        if self.turns.contact.check_lost(limits.reclaim_after, now) {
+        if self.core.contact.check_lost(limits.reclaim_after, now) {
             return DestinationRepetition::Feed(DestinationEvent::ContactLostForGood);
         }
         DestinationRepetition::Feed(DestinationEvent::Repeat)
@@ -147,16 +163,21 @@ impl DestinationSession {
     /// Records that an effect of `event` failed, so that those after it were not performed. Returns the event that
     /// follows at once: a migration that cannot be journalled is not begun.
     ///
-    /// An event that happened cannot be dropped: it is handled again until the journal accepts it. A statement of
-    /// another party is dropped ([`DestinationEvent::is_statement`]).
+    /// An event that happened cannot be dropped: it is handled again until the journal accepts it, and before any later
+    /// one ([`admit`](Self::admit)). A statement of another party is dropped ([`DestinationEvent::is_statement`]).
     pub fn effect_failed(&mut self, event: &DestinationEvent) -> Option<DestinationEvent> {
-        if self.turns.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
+        if self.core.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
             return Some(DestinationEvent::Failed);
         }
+        self.keep_fact(event);
+        None
+    }
+
+    /// Keeps a fact behind those that wait already.
+    fn keep_fact(&mut self, event: &DestinationEvent) {
         if !event.is_statement() && !self.unrecorded.contains(event) {
             self.unrecorded.push_back(event.clone());
         }
-        None
     }
 
     /// Returns true if `state` is entered although the journal did not accept its entry: an agent that is started anew
@@ -204,15 +225,15 @@ mod tests {
     }
 
     #[test]
-    fn follow_ups_come_first_and_a_final_state_ends_the_turns() {
+    fn follow_ups_come_first_and_a_final_state_ends_the_steps() {
         let mut session = DestinationSession::new(DestinationState::Prepared);
         session.repeat_after(time(0), Duration::from_millis(100));
         session.follow_up(DestinationEvent::QemuDied);
-        assert_eq!(session.next_turn(time(200)), DriverStep::Handle(DestinationEvent::QemuDied));
-        assert_eq!(session.next_turn(time(99)), DriverStep::Wait(time(100)));
-        assert_eq!(session.next_turn(time(100)), DriverStep::Repeat);
+        assert_eq!(session.next_step(time(200)), DriverStep::Handle(DestinationEvent::QemuDied));
+        assert_eq!(session.next_step(time(99)), DriverStep::Wait(time(100)));
+        assert_eq!(session.next_step(time(100)), DriverStep::Repeat);
         session.enter(DestinationState::Discarded);
-        assert_eq!(session.next_turn(time(100)), DriverStep::End);
+        assert_eq!(session.next_step(time(100)), DriverStep::End);
     }
 
     #[test]
@@ -258,6 +279,7 @@ mod tests {
             session.repetition(time(0), pending, LIMITS),
             DestinationRepetition::Feed(DestinationEvent::QemuDied)
         );
+        session.handled(&DestinationEvent::QemuDied);
         assert_eq!(session.repetition(time(0), pending, LIMITS), DestinationRepetition::CheckCont);
         assert_eq!(session.repetition(time(0), OPEN, LIMITS), DestinationRepetition::FindQemu);
         assert_eq!(
@@ -266,19 +288,60 @@ mod tests {
         );
     }
 
-    #[test]
-    fn no_fact_replaces_another_that_is_not_journalled() {
-        let mut session = DestinationSession::new(ready());
-        let facts = [DestinationEvent::QemuDied, DestinationEvent::Failed, DestinationEvent::QemuDied];
-        for fact in &facts {
-            assert_eq!(session.effect_failed(fact), None);
-        }
-        for fact in &facts[..2] {
+    /// Feeds the facts that wait, of which the journal accepts each, and asserts that they are these.
+    fn assert_facts(session: &mut DestinationSession, facts: &[DestinationEvent]) {
+        for fact in facts {
             let repetition = session.repetition(time(0), OPEN, LIMITS);
             assert_eq!(repetition, DestinationRepetition::Feed(fact.clone()));
+            assert!(session.admit(fact));
+            session.handled(fact);
         }
         let repeat = DestinationRepetition::Feed(DestinationEvent::Repeat);
         assert_eq!(session.repetition(time(0), OPEN, LIMITS), repeat);
+    }
+
+    #[test]
+    fn facts_keep_their_order_while_the_journal_refuses_them() {
+        let mut session = DestinationSession::new(ready());
+        let facts = [DestinationEvent::Continued { missing: false }, DestinationEvent::QemuDied];
+        let [first, second] = &facts;
+        assert!(session.admit(first));
+        assert_eq!(session.effect_failed(first), None);
+        for _ in 0..2 {
+            assert!(!session.admit(second), "the state does not show yet what precedes it");
+            let repetition = session.repetition(time(0), OPEN, LIMITS);
+            assert_eq!(repetition, DestinationRepetition::Feed(first.clone()));
+            assert!(session.admit(first));
+            assert_eq!(session.effect_failed(first), None);
+        }
+        assert_facts(&mut session, &facts);
+    }
+
+    /// A statement may be outdated by the time at which the journal has the fact.
+    #[test]
+    fn statements_are_dropped_while_facts_wait() {
+        let mut session = DestinationSession::new(ready());
+        let asked = DestinationEvent::Asked { epoch: Epoch(1) };
+        assert!(session.admit(&asked));
+        assert_eq!(session.effect_failed(&DestinationEvent::QemuDied), None);
+        assert!(!session.admit(&asked));
+        session.handled(&asked);
+        assert_facts(&mut session, &[DestinationEvent::QemuDied]);
+        assert!(session.admit(&asked));
+    }
+
+    #[test]
+    fn the_handover_is_not_over_before_all_facts_are_handled() {
+        let mut session = DestinationSession::new(ready());
+        let continued = DestinationEvent::Continued { missing: false };
+        session.effect_failed(&continued);
+        assert!(!session.admit(&DestinationEvent::QemuDied));
+        let DestinationState::Ready { incarnation, .. } = ready() else { unreachable!() };
+        session.enter(DestinationState::Active { incarnation });
+        session.handled(&continued);
+        assert_eq!(session.next_step(time(0)), DriverStep::Repeat);
+        assert_facts(&mut session, &[DestinationEvent::QemuDied]);
+        assert_eq!(session.next_step(time(0)), DriverStep::End);
     }
 
     #[test]

@@ -1,24 +1,30 @@
 mod agreement;
 mod connections;
-mod discard_series;
 mod disk_rounds;
 mod notices;
 mod passes;
+mod pre_stop_discards;
 mod rounds;
+mod serving;
 mod switchover;
 
 use std::time::Duration;
 
-pub use agreement::{AcceptedTerms, PostCopyGoal, UnmetGoal, agree, learns_epoch};
-pub use connections::{PeerConnections, ReconnectStep, Reconnection};
-pub use discard_series::{DiscardSeries, FailedDiscard};
+pub use agreement::{
+    AcceptedTerms, PostCopyRequirement, UnmetRequirement, check_acceptance, is_plausible_epoch,
+};
+pub use connections::{ConnectionFacts, ReconnectStep, Reconnection};
 pub use disk_rounds::{DiskRounds, StartOrder};
-pub use notices::{MessageOrigin, NoticeContext, NoticeMeaning, PhaseNotice, SourceWait};
+pub use notices::{
+    InterruptContext, MessageOrigin, NoticeContext, NoticeMeaning, PhaseNotice, SourceWait, interrupts_round,
+};
 pub use passes::PageSelection;
-pub use rounds::{DecidedRound, RoundContext, RoundStep, Rounds, RoundsEnd, ScanResult, SentRound};
+pub use pre_stop_discards::{FailedDiscard, PreStopDiscards};
+pub use rounds::{DecidedRound, RoundContext, RoundStep, Rounds, ScanResult, SentRound, SwitchoverKind};
+pub use serving::{ServingAttempt, ServingContext, ServingStep};
 pub use switchover::SwitchoverPlan;
 
-use super::turns::SessionCore;
+use super::driver_step::SessionCore;
 use super::{DriverStep, Time};
 use crate::handover::source::{SourceEvent, SourceState};
 
@@ -30,7 +36,7 @@ use crate::handover::source::{SourceEvent, SourceState};
 /// outside.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SourceSession {
-    turns: SessionCore<SourceState, SourceEvent>,
+    core: SessionCore<SourceState, SourceEvent>,
     has_failed_effects: bool,
     unjournalled: Option<SourceState>,
     may_have_all: bool,
@@ -49,7 +55,7 @@ impl SourceSession {
     /// Creates the session of a migration in this state.
     pub fn new(state: SourceState) -> Self {
         Self {
-            turns: SessionCore::new(state),
+            core: SessionCore::new(state),
             has_failed_effects: false,
             unjournalled: None,
             may_have_all: false,
@@ -58,22 +64,22 @@ impl SourceSession {
 
     /// Returns the state of the handover.
     pub fn state(&self) -> &SourceState {
-        &self.turns.state
+        &self.core.state
     }
 
     /// Enters a state, once its journal entry is made or without one.
     pub fn enter(&mut self, state: SourceState) {
-        self.turns.state = state;
+        self.core.state = state;
     }
 
     /// Adds an event that an effect has caused. It is handled before any event from outside.
     pub fn follow_up(&mut self, event: SourceEvent) {
-        self.turns.follow_up(event);
+        self.core.follow_up(event);
     }
 
     /// Records a sign of life of the destination.
     pub fn record_contact(&mut self, now: Time) {
-        self.turns.contact.record(now);
+        self.core.contact.record(now);
     }
 
     /// Records whether the destination may have all that it needs without this host: the source has sent HELD, and no
@@ -82,27 +88,27 @@ impl SourceSession {
         self.may_have_all = may_have_all;
     }
 
-    /// Begins the turns: contact counts from now on, and the first repetition comes after `retry`.
-    pub fn begin_turns(&mut self, now: Time, retry: Duration) {
-        self.turns.contact.record(now);
+    /// Begins the steps: contact counts from now on, and the first repetition comes after `retry`.
+    pub fn begin_steps(&mut self, now: Time, retry: Duration) {
+        self.core.contact.record(now);
         self.repeat_after(now, retry);
     }
 
     /// Returns the driver's next step.
-    pub fn next_turn(&mut self, now: Time) -> DriverStep<SourceEvent> {
-        let is_over = self.turns.state.is_final() || self.turns.state == SourceState::Idle;
-        self.turns.next(now, is_over)
+    pub fn next_step(&mut self, now: Time) -> DriverStep<SourceEvent> {
+        let is_over = self.core.state.is_final() || self.core.state == SourceState::Idle;
+        self.core.next(now, is_over)
     }
 
     /// Schedules the next repetition. Events from outside do not move it: a peer that repeats a message again and again
     /// must not delay it.
     pub fn repeat_after(&mut self, now: Time, retry: Duration) {
-        self.turns.repeat_after(now, retry);
+        self.core.repeat_after(now, retry);
     }
 
     /// Returns the content of a repetition. Contact is lost for good after `reclaim_after` without a sign of life.
     pub fn repetition(&mut self, now: Time, reclaim_after: Duration) -> SourceRepetition {
-        if self.turns.contact.check_lost(reclaim_after, now) {
+        if self.core.contact.check_lost(reclaim_after, now) {
             SourceRepetition::Feed(SourceEvent::ContactLostForGood)
         } else if std::mem::take(&mut self.has_failed_effects) {
             // As after a restart: QEMU is frozen before GO is sent.
@@ -127,24 +133,24 @@ impl SourceSession {
 
     /// Returns true if the guest is gone at the source, and the destination cannot have all of its state either.
     fn is_lost_everywhere(&self) -> bool {
-        matches!(self.turns.state, SourceState::QemuLost { incarnation: None, .. }) && !self.may_have_all
+        matches!(self.core.state, SourceState::QemuLost { incarnation: None, .. }) && !self.may_have_all
     }
 
     /// Returns true if the guest is to run after the handover; false if its user had paused it.
     pub fn runs_afterwards(&self) -> bool {
-        switchover::runs_afterwards(&self.turns.state)
+        switchover::runs_afterwards(&self.core.state)
     }
 
     /// Returns true if the source may still give up by itself.
     pub fn precedes_commit(&self) -> bool {
-        matches!(self.turns.state, SourceState::Prepared { .. } | SourceState::Stopped { .. })
+        matches!(self.core.state, SourceState::Prepared { .. } | SourceState::Stopped { .. })
     }
 
     /// Returns true if the destination may need pages that only the source has. To read them does no harm, no matter
     /// which host owns the guest in the end.
     pub fn may_be_needed(&self) -> bool {
         matches!(
-            self.turns.state,
+            self.core.state,
             SourceState::Committed { .. }
                 | SourceState::Reclaiming { .. }
                 | SourceState::QemuLost { incarnation: Some(_), .. }
@@ -198,23 +204,23 @@ mod tests {
 
     fn session(state: SourceState) -> SourceSession {
         let mut session = SourceSession::new(state);
-        session.begin_turns(time(0), RETRY);
+        session.begin_steps(time(0), RETRY);
         session
     }
 
     #[test]
-    fn follow_ups_come_first_and_a_final_state_ends_the_turns() {
+    fn follow_ups_come_first_and_a_final_state_ends_the_steps() {
         let mut session = session(SourceState::Aborting);
         session.follow_up(SourceEvent::Continued);
-        assert_eq!(session.next_turn(time(200)), DriverStep::Handle(SourceEvent::Continued));
-        assert_eq!(session.next_turn(time(99)), DriverStep::Wait(time(100)));
-        assert_eq!(session.next_turn(time(100)), DriverStep::Repeat);
+        assert_eq!(session.next_step(time(200)), DriverStep::Handle(SourceEvent::Continued));
+        assert_eq!(session.next_step(time(99)), DriverStep::Wait(time(100)));
+        assert_eq!(session.next_step(time(100)), DriverStep::Repeat);
         session.repeat_after(time(130), RETRY);
-        assert_eq!(session.next_turn(time(229)), DriverStep::Wait(time(230)));
+        assert_eq!(session.next_step(time(229)), DriverStep::Wait(time(230)));
         session.enter(SourceState::Aborted);
-        assert_eq!(session.next_turn(time(500)), DriverStep::End);
+        assert_eq!(session.next_step(time(500)), DriverStep::End);
         session.follow_up(SourceEvent::QemuDied);
-        assert_eq!(session.next_turn(time(500)), DriverStep::Handle(SourceEvent::QemuDied));
+        assert_eq!(session.next_step(time(500)), DriverStep::Handle(SourceEvent::QemuDied));
     }
 
     #[test]

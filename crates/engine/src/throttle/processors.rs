@@ -52,7 +52,7 @@ pub struct CpuObservation {
     /// Dirty rate of memory, in bytes of whole pages per second.
     pub dirtied_bytes_per_s: u64,
     /// Sending rate of memory, in bytes of whole pages per second.
-    pub drained_bytes_per_s: u64,
+    pub sent_bytes_per_s: u64,
 }
 
 /// Limits a guest to a processor time at which its dirty rate is half the sending rate: each pass then halves the
@@ -85,7 +85,7 @@ impl CpuThrottlePolicy {
     }
 
     fn update(&mut self, observed: &CpuObservation) {
-        let CpuObservation { used_us_per_s: each_used, dirtied_bytes_per_s, drained_bytes_per_s } = observed;
+        let CpuObservation { used_us_per_s: each_used, dirtied_bytes_per_s, sent_bytes_per_s } = observed;
         let used = sum(each_used.iter().copied());
         if self.adaptive_cap.cap.is_none() && used > self.usual() {
             self.usual_use_us_per_s.clone_from(each_used);
@@ -97,7 +97,7 @@ impl CpuThrottlePolicy {
         self.adaptive_cap.update(&CapInput {
             used,
             dirtied: *dirtied_bytes_per_s,
-            share: drained_bytes_per_s / 2,
+            share: sent_bytes_per_s / 2,
             least: Self::least(&self.usual_use_us_per_s).max(Self::MIN_US_PER_S),
             most: self.usual(),
         });
@@ -165,11 +165,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn seen(each_used: &[u64], dirtied_bytes_per_s: u64) -> CpuObservation {
-        CpuObservation {
-            used_us_per_s: each_used.to_vec(),
-            dirtied_bytes_per_s,
-            drained_bytes_per_s: 100 * MIB,
-        }
+        CpuObservation { used_us_per_s: each_used.to_vec(), dirtied_bytes_per_s, sent_bytes_per_s: 100 * MIB }
     }
 
     /// Simulates a guest whose processors would use `wants_us` each and dirty `dirties` together, on a link that
@@ -208,7 +204,7 @@ mod tests {
         // divided by zero.
         for idle in [&[][..], &[0], &[0, 0]] {
             let mut policy = CpuThrottlePolicy::default();
-            let idle = CpuObservation { drained_bytes_per_s: 0, ..seen(idle, MIB) };
+            let idle = CpuObservation { sent_bytes_per_s: 0, ..seen(idle, MIB) };
             assert_eq!(
                 (decide(&mut policy, idle), policy.percent()),
                 (Some(CpuThrottlePolicy::MIN_US_PER_S), 100)

@@ -94,8 +94,8 @@ proptest! {
         } else {
             WriteThrottle::Threshold(Threshold::default())
         };
-        let of = |(writes, written_bytes_per_s, dirtied_bytes_per_s, drained_bytes_per_s)| WriteObservation {
-            writes, written_bytes_per_s, dirtied_bytes_per_s, drained_bytes_per_s,
+        let of = |(writes, written_bytes_per_s, dirtied_bytes_per_s, sent_bytes_per_s)| WriteObservation {
+            writes, written_bytes_per_s, dirtied_bytes_per_s, sent_bytes_per_s,
         };
         is_replayed(&traced(policy, seen.into_iter().map(of).collect(), &[]));
     }
@@ -110,8 +110,8 @@ proptest! {
     ) {
         let of = |((is_chosen, is_requested, passes, expected_downtime_ns, max_downtime_ns), seen)| CpuSample {
             wish: ThrottleDemand { is_chosen, is_requested, passes, expected_downtime_ns, max_downtime_ns },
-            seen: Option::map(seen, |(used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s)| {
-                CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s }
+            seen: Option::map(seen, |(used_us_per_s, dirtied_bytes_per_s, sent_bytes_per_s)| {
+                CpuObservation { used_us_per_s, dirtied_bytes_per_s, sent_bytes_per_s }
             }),
         };
         is_replayed(&traced(CpuThrottlePolicy::default(), seen.into_iter().map(of).collect(), &lifted));
@@ -185,7 +185,7 @@ fn a_reset_is_replayed() {
         seen: Some(CpuObservation {
             used_us_per_s: vec![1_000_000],
             dirtied_bytes_per_s: 200 << 20,
-            drained_bytes_per_s: 100 << 20,
+            sent_bytes_per_s: 100 << 20,
         }),
     };
     let mut trace =

@@ -234,6 +234,7 @@ impl Model for Handover {
             Property::<Self>::always(DISCARDED, |_, world| !world.ghost.ran_discarded),
             Property::<Self>::always(THREW_AWAY, |_, world| !world.ghost.threw_away),
             Property::<Self>::always(LOST_PAGES, |_, world| !world.lost_pages()),
+            Property::<Self>::always(KNOWS, |_, world| !world.doubts_what_it_knows()),
             Property::<Self>::always(STILL_WAITS, |_, world| !world.ghost.still_waits),
             // After an operator's decision the two hosts may contradict one another: the connection is closed then.
             Property::<Self>::always(LEGAL, |_, world| world.ghost.word || world.ghost.illegal.is_none()),
@@ -267,6 +268,7 @@ pub(crate) const ALONE: &str = "no host in doubt decides alone";
 pub(crate) const THREW_AWAY: &str = "a copy that has run is never discarded";
 pub(crate) const DISCARDED: &str = "a discarded copy is never run";
 pub(crate) const LOST_PAGES: &str = "what a guest that runs elsewhere still needs is not discarded";
+pub(crate) const KNOWS: &str = "a host that knows that its guest has run reports no doubt";
 pub(crate) const STILL_WAITS: &str = "an operator's decision without the registry ends the waiting for it";
 pub(crate) const LEGAL: &str = "no event is illegal";
 pub(crate) const ONE_RUNS: &str = "when links heal and agents restart, one is running";

@@ -6,7 +6,7 @@ use engine::handover::source::{SourceEvent, SourceState};
 use crate::mutation::Rules;
 use crate::world::{Life, Qemu, Side, World};
 
-/// Number of turns until a state has to be settled. Each delivers all packets in transit.
+/// Number of steps until a state has to be final. Each delivers all packets in transit.
 const TURNS: usize = 40;
 
 /// Restarts all crashed parts that are not gone for good, delivers all packets, and runs timers.

@@ -116,6 +116,10 @@ fn journals_fail() {
         Budget { journal_failures: 1, qemu_deaths: 1, cont_failures: 1, ..NONE },
     );
     both(
+        "journals fail twice, QEMUs die",
+        Budget { journal_failures: 2, qemu_deaths: 1, in_flight: 2, ..NONE },
+    );
+    both(
         "journals fail, post-copy",
         Budget { journal_failures: 1, agent_crashes: 1, post_copy: true, ..NONE },
     );

@@ -28,6 +28,8 @@ pub(crate) struct Rules {
     pub(crate) enters_without_entry: fn(&mut SourceSession, &SourceState) -> bool,
     /// Event that follows one whose effects failed at the destination.
     pub(crate) destination_failed: fn(&mut DestinationSession, &DestinationEvent) -> Option<DestinationEvent>,
+    /// Rule by which the destination handles an event now.
+    pub(crate) destination_admits: fn(&mut DestinationSession, &DestinationEvent) -> bool,
 }
 
 /// The engine's own rules.
@@ -38,6 +40,7 @@ pub(crate) const CORRECT: Rules = Rules {
     after_phases: SourceSession::after_phases,
     enters_without_entry: SourceSession::entry_failed,
     destination_failed: DestinationSession::effect_failed,
+    destination_admits: DestinationSession::admit,
 };
 
 #[allow(clippy::unnecessary_wraps, reason = "stands in for a function that can fail")]
@@ -57,6 +60,15 @@ fn change<S, E>(
         }
         ignored @ Step::Ignored(_) => ignored,
     })
+}
+
+/// The destination puts a fact that the journal refuses again behind later ones.
+pub(crate) fn destination_defers_facts(
+    session: &mut DestinationSession,
+    event: &DestinationEvent,
+) -> Option<DestinationEvent> {
+    session.handled(event);
+    session.effect_failed(event)
 }
 
 /// The source continues by itself after COMMITTED.

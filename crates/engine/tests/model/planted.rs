@@ -1,6 +1,8 @@
 //! Planted errors, each found by the property that is meant for it.
 
-use crate::handover::{ALONE, DISCARDED, LOST_PAGES, ONE_RUNS, THREW_AWAY, TWO_HISTORIES, TWO_RUNNING};
+use crate::handover::{
+    ALONE, DISCARDED, KNOWS, LOST_PAGES, ONE_RUNS, THREW_AWAY, TWO_HISTORIES, TWO_RUNNING,
+};
 use crate::mutation::{self, CORRECT, Rules};
 use crate::world::Budget;
 use crate::{NONE, TWO_ATTEMPTS_AND_A_CRASH, found};
@@ -158,4 +160,16 @@ fn finds_a_source_that_goes_on_without_committed() {
 fn finds_a_destination_that_forgets_a_fact_not_journalled() {
     let rules = Rules { destination_failed: |_, _| None, ..CORRECT };
     found(rules, Budget { journal_failures: 1, qemu_deaths: 1, ..NONE }, false, &[ONE_RUNS]);
+}
+
+#[test]
+fn finds_a_destination_whose_facts_are_overtaken() {
+    let rules = Rules { destination_admits: |_, _| true, ..CORRECT };
+    found(rules, Budget { journal_failures: 1, qemu_deaths: 1, ..NONE }, false, &[KNOWS]);
+}
+
+#[test]
+fn finds_a_destination_that_puts_a_refused_fact_behind_others() {
+    let rules = Rules { destination_failed: mutation::destination_defers_facts, ..CORRECT };
+    found(rules, Budget { journal_failures: 2, qemu_deaths: 1, ..NONE }, false, &[KNOWS]);
 }

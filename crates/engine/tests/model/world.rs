@@ -191,6 +191,8 @@ pub(crate) struct SourceGhost {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct DestinationGhost {
     pub(crate) ran: bool,
+    /// The agent was notified that the guest runs, and has not died since.
+    pub(crate) is_known_to_have_run: bool,
     pub(crate) ready_sent: bool,
     /// STARTING is written: only an agent that has not restarted knows whether `cont` was sent.
     pub(crate) cont_decided: bool,
@@ -264,6 +266,12 @@ impl World {
     pub(crate) fn lost_pages(&self) -> bool {
         let lacks = self.ghost.destination.missing && self.destination_runs() && self.same_attempt();
         lacks && self.ghost.source.quit && !self.ghost.word
+    }
+
+    /// Returns true if an agent that knows that its guest has run reports that it may not have.
+    pub(crate) fn doubts_what_it_knows(&self) -> bool {
+        let is_doubtful = *self.destination.state() == DestinationState::Crashed { ran: false };
+        is_doubtful && self.ghost.destination.is_known_to_have_run
     }
 
     /// Returns true if both copies have run since the stop.

@@ -70,11 +70,11 @@ pub struct Pair {
 /// Energy of a bank, in joules.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Energy {
-    /// Of servers that serve.
+    /// Energy of servers that serve.
     pub serving_j: f64,
-    /// Of servers that are being switched on.
+    /// Energy of servers that are being switched on.
     pub waking_j: f64,
-    /// Of servers that are off.
+    /// Energy of servers that are off.
     pub off_j: f64,
 }
 

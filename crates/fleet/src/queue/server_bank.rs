@@ -126,7 +126,7 @@ mod tests {
         assert_eq!(seen, [(0.0, 10.0), (2.0, 10.0), (8.0, 10.0)]);
     }
 
-    /// Of two busy servers one is removed: the first that ends its request leaves, and the waiting request gets the
+    /// One of two busy servers is removed: the first that ends its request leaves, and the waiting request gets the
     /// other.
     #[test]
     fn a_removed_server_ends_its_request() {

@@ -33,7 +33,7 @@ pub struct VmSpec {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryRule {
-    /// As in CloudSim, whose running VMs ask for no memory: only the first placement has to fit.
+    /// Only the first placement has to fit: as in CloudSim, whose running VMs ask for no memory.
     Ignored,
     /// The memory of all VMs fits at any time, also of those that arrive.
     Kept,

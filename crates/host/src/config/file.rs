@@ -378,6 +378,9 @@ impl Checks<'_> {
         if config.port == 0 {
             return wrong("port", "0 is no port; choose one that is free on all hosts");
         }
+        if config.port.checked_add(RedirectionConfig::WIREGUARD_PORTS).is_none() {
+            return wrong("port", "the 99 ports behind it are needed, too; choose one up to 65436");
+        }
         if config.longest_s == 0 || config.longest_s < config.least_s {
             return wrong("longest_s", "must be at least `least_s`, and not 0");
         }

@@ -50,7 +50,7 @@ impl ServedDisk {
 
 /// Converts an error of a disk into one of a RAM block.
 pub(super) fn failed(error: NbdError) -> RamError {
-    RamError::Disk(Box::new(error))
+    RamError::Other(Box::new(error))
 }
 
 type Connect = dyn Fn() -> Result<Client, NbdError> + Send + Sync;

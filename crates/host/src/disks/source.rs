@@ -13,7 +13,7 @@ use qemu::recording::{FrozenBitmap, RecordError, Recording, WriteCap, Written};
 
 use super::served::{Connections, ServedDisk, failed};
 use super::{display_name, whole_pages};
-use crate::guard::ThrottleGuard;
+use crate::throttle_guard::ThrottleGuard;
 
 /// A disk that is read while the guest writes to it.
 #[derive(Debug)]
@@ -137,7 +137,7 @@ impl DiskLog {
         let before: u64 = into.iter().map(PageSet::count).sum();
         let failed = |name: &String, error: DiskLogError| ScanError {
             block: display_name(name),
-            source: DirtyLogError::Disk(Box::new(error)),
+            source: DirtyLogError::Other(Box::new(error)),
         };
         let all = self.names.join(", ");
         let frozen = self.recording.freeze(qmp).map_err(|error| failed(&all, error.into()))?.to_vec();

@@ -8,19 +8,21 @@ use std::sync::Arc;
 use engine::handover::MigrationTerms;
 use net::announcer::Card;
 use net::netlink::Socket;
-use net::redirection::judge::{FindingWeight, RedirectionFinding};
-use net::redirection::names::free_number;
-use net::redirection::offer::{self, ArrivalSide, RedirectedMove, RedirectionOffer, WantedAddress};
+use net::redirection::kernel_names::free_number;
+use net::redirection::offer::{self, ArrivalSide, MigrationRef, RedirectionOffer, WantedAddress};
+use net::redirection::preflight::{FindingSeverity, RedirectionFacts, RedirectionFinding};
+use net::redirection::tunnel::Key;
 use net::redirection::{
-    AddressPair, GuestPlace, Presence, Redirection, RedirectionKeeper, RedirectionRecord, TunnelKind, survey,
+    AddressPair, Attachment, GuestPlace, Redirection, RedirectionKeeper, RedirectionRecord, TunnelKind,
+    host_facts,
 };
 use net::{Mac, addresses};
-use proto::message::{Finding, Proposal, Severity};
+use proto::message::{Finding, Proposal, Severity, is_blocked};
 use proto::{HostId, MigrationId};
 use qemu::qmp::Qmp;
 use tracee::Process;
 
-use super::reachability::reachable_cards;
+use super::network_probe::reachable_cards;
 use crate::config::RedirectionConfig;
 use crate::redirections::{self, AgreedRedirection};
 use crate::{Context, SourceVm};
@@ -28,12 +30,11 @@ use api::NewAddress;
 
 /// Returns the addresses that a VM gets without being named: those of a network to which it returns.
 pub fn returning_addresses(context: &Context, request: &api::MigrateRequest) -> Vec<NewAddress> {
-    let keeper = redirections::keeper(&context.config);
-    let here = redirections::of_vm_here(&keeper, &context.config.host, &request.vm);
+    let here = redirections::of_vm_here(&context.redirections, &context.config.host, &request.vm);
     let Ok(Some(redirection)) = here else { return Vec::new() };
     let leg = redirection.legs.iter().find(|leg| leg.host == request.to.as_str());
     let address = |pair: &AddressPair| NewAddress { old: pair.guest, new: pair.public, prefix: None };
-    leg.map(|leg| leg.presence.pairs.iter().map(address).collect()).unwrap_or_default()
+    leg.map(|leg| leg.attachment.pairs.iter().map(address).collect()).unwrap_or_default()
 }
 
 /// Describes what this host has for the redirection of a VM that leaves with new addresses; the result is for its
@@ -45,17 +46,19 @@ pub fn offer_redirection(
     wanted: &[NewAddress],
     is_check: bool,
 ) -> Result<Option<serde_json::Value>, Finding> {
-    let keeper = redirections::keeper(&context.config);
-    let former = redirections::of_vm_here(&keeper, &context.config.host, &id.vm)
+    let keeper = &context.redirections;
+    let former = redirections::of_vm_here(keeper, &context.config.host, &id.vm)
         .map_err(|error| impossible(&crate::chain(&error)))?;
     if wanted.is_empty() {
         return former.map_or(Ok(None), |former| Err(still_redirected(&former, id)));
     }
-    let offered = try_offer(context, vm, &keeper, (id, to), wanted, former);
+    let offered = try_offer(context, vm, (id, to), wanted, former);
     let mut offered = offered.map_err(|reason| impossible(&reason))?;
     if !is_check && offered.facts.tunnels.contains(&TunnelKind::WireGuard) {
-        let key = keeper.new_key(offered.number).map_err(|error| impossible(&crate::chain(&error)))?;
-        offered.key = Some(key);
+        let ports = context.config.redirection.ports();
+        let reserved = keeper.reserve(&id.to_string(), offered.number, ports);
+        let reserved = reserved.map_err(|error| impossible(&crate::chain(&error)))?;
+        (offered.key, offered.facts.ports.wireguard) = reserved.unzip();
     }
     serde_json::to_value(offered).map(Some).map_err(|error| impossible(&crate::chain(&error)))
 }
@@ -63,7 +66,6 @@ pub fn offer_redirection(
 fn try_offer(
     context: &Context,
     vm: &mut SourceVm,
-    keeper: &RedirectionKeeper,
     (id, to): (&MigrationId, &HostId),
     wanted: &[NewAddress],
     former: Option<Redirection>,
@@ -75,8 +77,8 @@ fn try_offer(
     let olds: Vec<_> = wanted.iter().map(|address| address.old).collect();
     let known = former.as_ref().map(|former| former.card);
     let (interface, card) = find_card(&cards, known, &olds)?;
-    let mut used = survey::numbers().map_err(io)?;
-    let records = keeper.records().map_err(|error| crate::chain(&error))?;
+    let mut used = host_facts::numbers().map_err(io)?;
+    let records = context.redirections.records().map_err(|error| crate::chain(&error))?;
     used.extend(records.iter().map(|record| record.names().0));
     let number = free_number(&id.to_string(), &used).ok_or("too many redirections are active")?;
     let place = match &former {
@@ -85,16 +87,18 @@ fn try_offer(
             host: context.config.host.to_string(),
             interface: interface.clone(),
             number,
-            presence: Presence {
-                lan: survey::lan(&interface).map_err(io)?,
-                station: card,
+            attachment: Attachment {
+                lan: host_facts::lan(&interface).map_err(io)?,
+                mac: card,
                 pairs: olds.iter().map(|old| AddressPair { guest: *old, public: *old }).collect(),
             },
         },
     };
     let address = context.config.peer(to).ok_or_else(|| format!("{to} has no address"))?;
     let (own, other) = ends(address).map_err(|error| format!("no way to {address}: {error}"))?;
-    let facts = survey::facts(&interface, number, [own, other], &[]).map_err(io)?;
+    let mut facts = host_facts::read_facts(&interface, number, [own, other], &[]).map_err(io)?;
+    let ports = context.redirections.free_ports(context.config.redirection.ports());
+    facts.ports = ports.map_err(|error| crate::chain(&error))?;
     let wanted = wanted.iter().map(|address| WantedAddress {
         pair: AddressPair { guest: address.old, public: address.new },
         length: address.prefix,
@@ -104,8 +108,8 @@ fn try_offer(
         place,
         wanted: wanted.collect(),
         number,
-        old_end: own,
-        new_end: other,
+        old_endpoint: own,
+        new_endpoint: other,
         is_trusted: context.config.redirection.trusted_path,
         key: None,
         facts,
@@ -184,7 +188,7 @@ impl ExpectedRedirection {
             migration: terms.migration.clone(),
             host: context.config.host.clone(),
             config: context.config.redirection.clone(),
-            keeper: redirections::keeper(&context.config),
+            keeper: context.redirections.clone(),
             is_check: proposal.check_only,
             agreed: AgreedRedirection::default(),
         }))
@@ -210,32 +214,35 @@ impl ExpectedRedirection {
             interface.ok_or_else(|| format!("the VM has no tap for card {} here", self.offer.card))?;
         let records = self.keeper.records().map_err(|error| crate::chain(&error))?;
         let asked = self.unserved(&records);
-        let ends = [self.offer.new_end, self.offer.old_end];
-        let mut facts = survey::facts(interface, self.offer.number, ends, &asked).map_err(io)?;
+        let ends = [self.offer.new_endpoint, self.offer.old_endpoint];
+        let mut facts = host_facts::read_facts(interface, self.offer.number, ends, &asked).map_err(io)?;
         facts.numbers.extend(records.iter().map(|record| record.names().0));
         let migration = self.migration.to_string();
+        let key = self.reserve_port(&mut facts)?;
         let side = ArrivalSide {
             host: self.host.as_str(),
             interface,
-            lan: survey::lan(interface).map_err(io)?,
+            lan: host_facts::lan(interface).map_err(io)?,
             facts: &facts,
             is_trusted: self.config.trusted_path,
-            port: self.config.port,
             records: &records,
         };
-        let of = RedirectedMove { migration: &migration, epoch: self.migration.epoch.0 };
+        let of = MigrationRef { migration: &migration, epoch: self.migration.epoch.0 };
         let (redirection, found) = offer::agree(&self.offer, of, &side);
-        let is_possible = found.iter().all(|found| found.weight != FindingWeight::Blocker);
         let mut findings: Vec<_> = found.into_iter().map(finding).collect();
-        if let Some(redirection) = redirection.filter(|_| is_possible) {
+        let redirection = redirection.filter(|_| !is_blocked(&findings));
+        if key.is_some() && !redirection.as_ref().is_some_and(offer::needs_keys) {
+            self.keeper.forget_key(&migration).map_err(|error| crate::chain(&error))?;
+        }
+        if let Some(redirection) = redirection {
             findings.push(redirected(&redirection));
-            let redirection = if self.is_check { redirection } else { self.with_keys(redirection)? };
+            let redirection = if self.is_check { redirection } else { self.with_keys(redirection, key)? };
             self.agreed.get_or_init(|| redirection);
         }
         Ok(findings)
     }
 
-    /// Returns the new addresses for which no station of this VM's own answers here: one does where it was before.
+    /// Returns the new addresses for which no proxy device of this VM answers here: one does where it was before.
     fn unserved(&self, records: &[RedirectionRecord]) -> Vec<IpAddr> {
         let own = records.iter().filter(|record| record.redirection.guest() == self.migration.vm.as_str());
         let own = own.filter_map(|record| record.plan.announced.as_ref());
@@ -244,27 +251,40 @@ impl ExpectedRedirection {
         wanted.filter(|address| !served.contains(address)).collect()
     }
 
-    fn with_keys(&self, redirection: Redirection) -> Result<Redirection, String> {
+    /// Finds ports, and reserves one if the source may want a tunnel that needs it alone. Returns the public key for that.
+    fn reserve_port(&self, facts: &mut RedirectionFacts) -> Result<Option<Key>, String> {
+        let ports = self.config.ports();
+        facts.ports = self.keeper.free_ports(ports).map_err(|error| crate::chain(&error))?;
+        if self.is_check || self.offer.key.is_none() || !facts.tunnels.contains(&TunnelKind::WireGuard) {
+            return Ok(None);
+        }
+        let reserved = self.keeper.reserve(&self.migration.to_string(), self.offer.number, ports);
+        let (key, port) = reserved.map_err(|error| crate::chain(&error))?.unzip();
+        facts.ports.wireguard = port;
+        Ok(key)
+    }
+
+    fn with_keys(&self, redirection: Redirection, ours: Option<Key>) -> Result<Redirection, String> {
         if !offer::needs_keys(&redirection) {
             return Ok(redirection);
         }
         let theirs = self.offer.key.ok_or("the source has no key for the tunnel")?;
-        let ours = self.keeper.new_key(self.offer.number).map_err(|error| crate::chain(&error))?;
+        let ours = ours.ok_or("this host has no key for the tunnel")?;
         Ok(offer::with_keys(redirection, theirs, ours))
     }
 }
 
 fn finding(found: RedirectionFinding) -> Finding {
-    let severity = match found.weight {
-        FindingWeight::Blocker => Severity::Blocker,
-        FindingWeight::Warning => Severity::Warning,
+    let severity = match found.severity {
+        FindingSeverity::Blocker => Severity::Blocker,
+        FindingSeverity::Warning => Severity::Warning,
     };
-    Finding { severity, code: found.code.to_owned(), what: found.text, advice: found.remedy }
+    Finding { severity, code: found.code.to_owned(), what: found.text, advice: found.advice }
 }
 
 /// Says what will happen to the VM's connections.
 fn redirected(redirection: &Redirection) -> Finding {
-    let pairs = redirection.place.presence.pairs.iter();
+    let pairs = redirection.place.attachment.pairs.iter();
     let pairs: Vec<_> = pairs.map(|pair| format!("{} at {}", pair.guest, pair.public)).collect();
     let tunnel = redirection.legs.first().map(|leg| &leg.tunnel);
     let by = tunnel.map_or_else(String::new, |tunnel| {

@@ -140,7 +140,7 @@ impl AdvertisedTemplates {
         let number = self.opened.fetch_add(1, Ordering::Relaxed);
         let socket = self.directory.join(format!("template-{template}-{number}.sock"));
         match source {
-            // An image that a VM left behind may have backing images.
+            // A leftover image may have backing images.
             TemplateSource::Template(Template { path, format, is_left, .. }) => {
                 (*is_left || is_whole(path)).then(|| open(path, format, &socket, self.patience))
             }
@@ -197,9 +197,9 @@ fn add(runs: &mut Vec<NamedRun>, page: u64, hash: ContentHash) {
 
 impl ::memory::Templates for AdvertisedTemplates {
     fn read(&self, template: u16, first_page: u64, into: &mut [u8]) -> Result<(), RamError> {
-        let failed = |error: ImageError| RamError::Disk(Box::new(error));
+        let failed = |error: ImageError| RamError::Other(Box::new(error));
         let nowhere =
-            || RamError::Disk(format!("there is no page {first_page} in template {template}").into());
+            || RamError::Other(format!("there is no page {first_page} in template {template}").into());
         let open = self.find(template).ok_or_else(nowhere)?;
         let mut open = lock(&open);
         if let OpenTemplate::Unopened(source) = &*open {

@@ -9,14 +9,14 @@ use qemu::preflight::OpenFiles;
 use qemu::process::Launch;
 
 use crate::Context;
-use crate::left_images;
+use crate::leftover_images;
 use crate::ownership;
-use api::{LeftImage, Problem, ProblemKind, RunRequest};
+use api::{LeftoverImage, Problem, ProblemKind, RunRequest};
 
 /// Outdated images of VMs that moved away. No VM may be started from them.
 #[derive(Debug)]
 pub(super) struct SecondCopy {
-    old_states: Vec<LeftImage>,
+    old_states: Vec<LeftoverImage>,
 }
 
 impl SecondCopy {
@@ -42,11 +42,11 @@ impl SecondCopy {
             );
             return Err(Problem::new(ProblemKind::Conflict, finding.what, advice));
         }
-        let old_states = left_images::old_states(context)
+        let old_states = leftover_images::old_states(context)
             .map_err(|error| Problem::caused_by(ProblemKind::Internal, &error, "see the agent's log"))?;
         let directory = launch.cwd.as_deref().unwrap_or(Path::new("/"));
         let texts: Vec<&str> = launch.argv.iter().filter_map(|argument| argument.to_str()).collect();
-        let is_named = |image: &&LeftImage| texts.iter().any(|text| names(text, directory, &image.path));
+        let is_named = |image: &&LeftoverImage| texts.iter().any(|text| names(text, directory, &image.path));
         old_states.iter().find(is_named).map_or(Ok(()), |image| Err(refused(image)))?;
         Ok(Self { old_states })
     }
@@ -63,7 +63,7 @@ impl SecondCopy {
             let advice = "make sure that the agent may read /proc of its own processes";
             Problem::caused_by(ProblemKind::Internal, &error, advice)
         })?;
-        let is_open = |image: &&LeftImage| open.has(&image.path);
+        let is_open = |image: &&LeftoverImage| open.has(&image.path);
         self.old_states.iter().find(is_open).map_or(Ok(()), |image| Err(refused(image)))
     }
 }
@@ -72,11 +72,13 @@ impl SecondCopy {
 /// it open.
 fn names(argument: &str, directory: &Path, file: &Path) -> bool {
     let words = argument.split([',', '=', '"']).chain([argument]);
-    words.filter(|word| !word.is_empty()).any(|word| left_images::is_same_file(&directory.join(word), file))
+    words
+        .filter(|word| !word.is_empty())
+        .any(|word| leftover_images::is_same_file(&directory.join(word), file))
 }
 
-fn refused(image: &LeftImage) -> Problem {
-    let LeftImage { migration, to, path, .. } = image;
+fn refused(image: &LeftoverImage) -> Problem {
+    let LeftoverImage { migration, to, path, .. } = image;
     let vm = &migration.vm;
     let error = format!(
         "{vm} left {} here when it was migrated to {to} with its disks ({migration}): it is an old state, \

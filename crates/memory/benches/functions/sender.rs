@@ -153,7 +153,7 @@ impl BlockReader for Memory {
 struct Written(PageSet);
 
 impl DirtyLog for Written {
-    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
+    fn scan_dirty(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         into[0].insert(&self.0);
         Ok(ScanStats::default())
     }

@@ -12,9 +12,9 @@ use crate::page_set::ChunkPages;
 
 /// Encoder of one stream.
 pub enum Encoder {
-    /// Of the pages of a chunk.
+    /// Encoder of the pages of a chunk.
     Pages(Box<dyn PageEncoder>),
-    /// Of the data of a frame.
+    /// Encoder of the data of a frame.
     Frame(Box<dyn FrameEncoder>),
 }
 

@@ -39,7 +39,7 @@ pub struct MissingPages<P> {
     placer: P,
     blocks: Vec<MissingBlock>,
     /// Number of missing pages.
-    left: AtomicU64,
+    count: AtomicU64,
     /// File that records the missing pages, too.
     file: Option<MissingPagesFile>,
     /// True if another agent began this post-copy phase.
@@ -59,7 +59,7 @@ struct MissingBlock {
 
 struct Pages {
     /// Pages that are missing.
-    awaited: PageSet,
+    missing: PageSet,
     /// Missing pages that were requested.
     requested: PageSet,
 }
@@ -71,17 +71,17 @@ impl<P: Placer> MissingPages<P> {
     pub fn new(
         placer: P,
         regions: Vec<RamRegion>,
-        awaited: Vec<PageSet>,
+        missing: Vec<PageSet>,
         notify: impl Fn() + Send + Sync + 'static,
     ) -> Self {
-        let left = awaited.iter().map(PageSet::count).sum();
-        let blocks = regions.into_iter().zip(awaited).map(|(region, awaited)| {
+        let count = missing.iter().map(PageSet::count).sum();
+        let blocks = regions.into_iter().zip(missing).map(|(region, missing)| {
             let requested = PageSet::new(region.bytes);
-            MissingBlock { region, places_zeros: true, pages: Mutex::new(Pages { awaited, requested }) }
+            MissingBlock { region, places_zeros: true, pages: Mutex::new(Pages { missing, requested }) }
         });
-        let (blocks, left) = (blocks.collect(), AtomicU64::new(left));
+        let (blocks, count) = (blocks.collect(), AtomicU64::new(count));
         let (untrusted, notify) = (OnceLock::new(), Box::new(notify));
-        Self { placer, blocks, left, file: None, is_taken_over: false, untrusted, notify }
+        Self { placer, blocks, count, file: None, is_taken_over: false, untrusted, notify }
     }
 
     /// Records the missing pages in the file as well, which has to hold the same set now.
@@ -113,12 +113,12 @@ impl<P: Placer> MissingPages<P> {
 
     /// Returns the number of missing pages.
     pub fn pages(&self) -> u64 {
-        self.left.load(Ordering::Acquire)
+        self.count.load(Ordering::Acquire)
     }
 
     /// Returns the missing pages of each block.
     pub fn set(&self) -> Vec<PageSet> {
-        self.blocks.iter().map(|block| lock(&block.pages).awaited.clone()).collect()
+        self.blocks.iter().map(|block| lock(&block.pages).missing.clone()).collect()
     }
 
     /// Handles a page fault at this address: returns the page to request. None if it was requested before, or if no
@@ -133,7 +133,7 @@ impl<P: Placer> MissingPages<P> {
         };
         let page = (address - block.region.address) / PAGE_BYTES;
         let mut pages = lock(&block.pages);
-        if !pages.awaited.contains(page) {
+        if !pages.missing.contains(page) {
             let there = AddressRange::with_len(block.region.address + page * PAGE_BYTES, PAGE_BYTES);
             return self.placer.place_zeros(there).map(|_| None);
         }
@@ -173,15 +173,15 @@ impl<P: Placer> MissingPages<P> {
 
     /// Marks pages as present, or as zeros.
     fn mark_present(&self, block: usize, sets: &mut Pages, pages: Range<u64>) -> Result<(), RamError> {
-        let before: u64 = sets.awaited.runs_within(pages.clone()).map(|run| run.end - run.start).sum();
-        sets.awaited.clear(pages.clone());
+        let before: u64 = sets.missing.runs_within(pages.clone()).map(|run| run.end - run.start).sum();
+        sets.missing.clear(pages.clone());
         sets.requested.clear(pages.clone());
         if before == 0 {
             return Ok(());
         }
         // After the page: a page that the file still lists is requested again, but one that it lacks would be lost.
-        let kept = self.file.as_ref().map_or(Ok(()), |file| file.update(block, &sets.awaited, pages));
-        if self.left.fetch_sub(before, Ordering::AcqRel) == before {
+        let kept = self.file.as_ref().map_or(Ok(()), |file| file.update(block, &sets.missing, pages));
+        if self.count.fetch_sub(before, Ordering::AcqRel) == before {
             (self.notify)();
         }
         kept.map_err(RamError::Present)
@@ -191,7 +191,7 @@ impl<P: Placer> MissingPages<P> {
     /// touched, and none has to arrive.
     fn mark_unmapped(&self, block: usize, sets: &mut Pages) -> Result<(), RamError> {
         let region = &self.blocks[block].region;
-        warn!(block = region.name, pages = sets.awaited.count(), "memory with missing pages was unmapped");
+        warn!(block = region.name, pages = sets.missing.count(), "memory with missing pages was unmapped");
         self.mark_present(block, sets, 0..region.bytes.div_ceil(PAGE_BYTES))
     }
 
@@ -262,7 +262,7 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {
         let mut sets = lock(&self.block().pages);
         let runs: Vec<_> =
-            sets.awaited.runs_within(pages_of(&(offset..offset + data.len() as u64))).collect();
+            sets.missing.runs_within(pages_of(&(offset..offset + data.len() as u64))).collect();
         for run in runs {
             let (start, end) = (run.start * PAGE_BYTES, run.end * PAGE_BYTES);
             let bytes = &data[(start - offset) as usize..(end - offset) as usize];
@@ -292,7 +292,7 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
         let pages = pages_of(&range);
         let mut sets = lock(&self.block().pages);
-        let placed = if self.block().places_zeros { &sets.awaited } else { &sets.requested };
+        let placed = if self.block().places_zeros { &sets.missing } else { &sets.requested };
         let runs: Vec<_> = placed.runs_within(pages.clone()).collect();
         for run in runs {
             let new = match self.all.placer.place_zeros(self.addresses(&run)) {

@@ -31,15 +31,15 @@ impl MissingPagesFile {
     ///
     /// # Errors
     /// If the file cannot be created, or there is no room for it.
-    pub fn create(path: &Path, awaited: &[PageSet]) -> io::Result<Self> {
+    pub fn create(path: &Path, missing: &[PageSet]) -> io::Result<Self> {
         let file = File::options().read(true).write(true).create(true).truncate(true).open(path)?;
-        let bytes: Vec<u8> = awaited
+        let bytes: Vec<u8> = missing
             .iter()
             .flat_map(|block| (0..block.chunks()).flat_map(|chunk| encode(&block.chunk(chunk))))
             .collect();
         // All of it, including zeros, so that its room is allocated now.
         file.write_all_at(&bytes, 0)?;
-        Ok(Self { file, places: places(awaited) })
+        Ok(Self { file, places: places(missing) })
     }
 
     /// Opens the file of another agent, for blocks of these lengths in bytes.
@@ -48,30 +48,30 @@ impl MissingPagesFile {
     /// If the file cannot be read, or belongs to other blocks.
     pub fn open(path: &Path, lengths: impl IntoIterator<Item = u64>) -> io::Result<(Self, Vec<PageSet>)> {
         let file = File::options().read(true).write(true).open(path)?;
-        let mut awaited: Vec<_> = lengths.into_iter().map(PageSet::new).collect();
-        let chunks: u64 = awaited.iter().map(PageSet::chunks).sum();
+        let mut missing: Vec<_> = lengths.into_iter().map(PageSet::new).collect();
+        let chunks: u64 = missing.iter().map(PageSet::chunks).sum();
         if file.metadata()?.len() != chunks * CHUNK_BYTES as u64 {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "it is of another guest"));
         }
-        let places = places(&awaited);
-        for (block, place) in awaited.iter_mut().zip(&places) {
+        let places = places(&missing);
+        for (block, place) in missing.iter_mut().zip(&places) {
             let mut bytes = vec![0; block.chunks() as usize * CHUNK_BYTES];
             file.read_exact_at(&mut bytes, *place)?;
             for (chunk, bytes) in (0..).zip(bytes.as_chunks::<CHUNK_BYTES>().0) {
                 block.insert_into_chunk(chunk, &decode(bytes));
             }
         }
-        Ok((Self { file, places }, awaited))
+        Ok((Self { file, places }, missing))
     }
 
     /// Records the missing pages of the chunks in which `pages` have changed.
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub fn update(&self, block: usize, awaited: &PageSet, pages: Range<u64>) -> io::Result<()> {
+    pub fn update(&self, block: usize, missing: &PageSet, pages: Range<u64>) -> io::Result<()> {
         let chunks = pages.start / CHUNK_PAGES..pages.end.div_ceil(CHUNK_PAGES);
         let Some(place) = self.places.get(block) else { return Ok(()) };
-        let bytes: Vec<u8> = chunks.clone().flat_map(|chunk| encode(&awaited.chunk(chunk))).collect();
+        let bytes: Vec<u8> = chunks.clone().flat_map(|chunk| encode(&missing.chunk(chunk))).collect();
         self.file.write_all_at(&bytes, place + chunks.start * CHUNK_BYTES as u64)
     }
 }
@@ -105,18 +105,18 @@ mod tests {
     #[test]
     fn the_next_agent_reads_what_the_last_one_kept() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("awaited");
+        let path = folder.path().join("missing");
         let lengths = [3 << 20, 0, 8 << 20];
-        let mut awaited: Vec<_> = lengths.map(PageSet::new).into();
-        awaited[0].set(5..700);
-        awaited[2].set(1..2048);
-        let file = MissingPagesFile::create(&path, &awaited).unwrap();
+        let mut missing: Vec<_> = lengths.map(PageSet::new).into();
+        missing[0].set(5..700);
+        missing[2].set(1..2048);
+        let file = MissingPagesFile::create(&path, &missing).unwrap();
         for (block, pages) in [(0, 512..513), (2, 0..1030), (2, 2047..2048)] {
-            awaited[block].clear(pages.clone());
-            file.update(block, &awaited[block], pages).unwrap();
+            missing[block].clear(pages.clone());
+            file.update(block, &missing[block], pages).unwrap();
         }
         drop(file);
-        assert_eq!(MissingPagesFile::open(&path, lengths).unwrap().1, awaited);
+        assert_eq!(MissingPagesFile::open(&path, lengths).unwrap().1, missing);
         assert!(MissingPagesFile::open(&path, [3 << 20, 8 << 20, 1]).is_err(), "of other blocks");
     }
 }

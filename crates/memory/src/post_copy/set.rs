@@ -1,7 +1,7 @@
 //! Encoding of sets of pages for messages.
 
-use proto::awaited::{BadMissingPages, MissingChunk};
 use proto::limits::CHUNK_PAGES;
+use proto::missing_pages::{BadMissingPages, MissingChunk};
 
 use crate::page_set::{ChunkPages, PageSet};
 

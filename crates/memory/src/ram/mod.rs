@@ -84,9 +84,17 @@ pub enum RamError {
         /// The expected addresses.
         range: AddressRange,
     },
-    /// A disk, which is sent as a block of its own, failed.
+    /// A page that does not exist was to be read.
+    #[error("there is no page {page} of block {block}")]
+    NoPage {
+        /// Index of the block.
+        block: u16,
+        /// The page.
+        page: u64,
+    },
+    /// A block that is no memory failed.
     #[error(transparent)]
-    Disk(Box<dyn std::error::Error + Send + Sync>),
+    Other(Box<dyn std::error::Error + Send + Sync>),
     /// A block whose length is no multiple of 4 KiB.
     #[error("RAM block {block} has {bytes} bytes, which are not whole pages")]
     Length {

@@ -2,14 +2,15 @@
 
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use link::transport::{FrameSink, FrameSource};
 use proto::frame::FrameKind;
 use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
-use proto::pages::{Ack, Content, PageRun, PagesHeader, decode_round_end};
+use proto::pages::{Content, PageRun, PagesHeader, decode_round_end};
 use proto::reference::encode_missing;
 
+use super::acknowledger::Acknowledger;
 use super::placement::{Placement, Target};
 use super::{Gate, Guard, ReceiveError, ReceiverEvent, ReceiverState};
 use crate::clock::waited;
@@ -21,17 +22,6 @@ use crate::reductions::decoders::Decoders;
 use crate::reductions::decoding::EncodedRun;
 use crate::send::stream_of;
 
-/// Acknowledgements are sent at the latest after this number of frames, or of bytes, even if more have arrived already:
-/// unacknowledged frames are sent again when a connection breaks.
-const ACK_FRAMES: u64 = 64;
-const ACK_BYTES: u64 = 8 << 20;
-/// Acknowledgements are also sent after this time, because they are the source's only knowledge of this host. In the
-/// beginning the source needs them soon: the first frame is acknowledged at once, and the next acknowledgements are
-/// more frequent.
-const ACK_AFTER: Duration = Duration::from_millis(50);
-const EARLY_ACK_AFTER: Duration = Duration::from_millis(10);
-const EARLY_ACKS: u32 = 20;
-
 const PAGE: usize = PAGE_BYTES as usize;
 
 pub(super) struct StreamWorker {
@@ -42,11 +32,7 @@ pub(super) struct StreamWorker {
     pub(super) round: u32,
     /// The newest round of which a frame has arrived on this stream.
     pub(super) seen: u32,
-    /// Sequence number of the last frame that was applied.
-    pub(super) applied: u64,
-    /// Sequence number of the last frame that was acknowledged.
-    pub(super) acked: u64,
-    pub(super) bytes_since_ack: u64,
+    pub(super) acknowledger: Acknowledger,
     /// Destination ranges of the frame's data. Reused.
     pub(super) written: Vec<Range<u64>>,
     /// Content of referenced, changed or filled pages. Reused.
@@ -54,11 +40,6 @@ pub(super) struct StreamWorker {
     pub(super) decoders: Decoders,
     /// Placement of the frame's data by the transport. Reused.
     pub(super) placement: Placement,
-    /// Time since the last acknowledgement for which there was nothing to apply.
-    pub(super) waited: Duration,
-    pub(super) acked_at: Option<Instant>,
-    /// Number of acknowledgements sent.
-    pub(super) acks: u32,
     /// Lowered priority, in rounds of disks alone and the first of memory (or its first part), which are long. In a
     /// later round the guest may be stopped, which is unknown here.
     pub(super) niceness: Option<Niceness>,
@@ -74,10 +55,7 @@ impl StreamWorker {
         loop {
             let result = self.acknowledge().and_then(|()| {
                 let (kind, waited) = waited(|| self.source.receive(&mut payload));
-                // The wait for the first frame says nothing about the link.
-                if self.acks > 0 {
-                    self.waited += waited;
-                }
+                self.acknowledger.record_wait(waited);
                 match kind.map_err(ReceiveError::Stream)? {
                     FrameKind::Pages if self.source.direct().is_some() => self.place(&payload, &mut runs),
                     FrameKind::Pages => {
@@ -105,23 +83,10 @@ impl StreamWorker {
 
     /// Acknowledges applied frames, unless more can be applied at once.
     fn acknowledge(&mut self) -> Result<(), ReceiveError> {
-        let waiting = self.applied - self.acked;
-        let after = if self.acks < EARLY_ACKS { EARLY_ACK_AFTER } else { ACK_AFTER };
-        let soon = waiting < ACK_FRAMES
-            && self.bytes_since_ack < ACK_BYTES
-            && self.acked_at.is_some_and(|at| at.elapsed() < after);
-        if waiting == 0 || (soon && self.source.has_more()) {
-            return Ok(());
-        }
-        let waited_us = u32::try_from(self.waited.as_micros()).unwrap_or(u32::MAX);
-        let ack = Ack { seq: self.applied, waited_us };
+        let Some(ack) = self.acknowledger.due(|| self.source.has_more()) else { return Ok(()) };
         let sent = self.sink.send(FrameKind::Ack, &[&ack.encode()]);
         sent.and_then(|()| self.sink.flush()).map_err(ReceiveError::Stream)?;
-        self.acked = self.applied;
-        self.bytes_since_ack = 0;
-        self.waited = Duration::ZERO;
-        self.acked_at = Some(Instant::now());
-        self.acks = self.acks.saturating_add(1);
+        self.acknowledger.record_sent();
         Ok(())
     }
 
@@ -140,7 +105,7 @@ impl StreamWorker {
             return Err(ReceiveError::Shut);
         }
         self.apply_runs(&shared, target, header, runs, data)?;
-        self.bytes_since_ack += frame_bytes as u64;
+        self.acknowledger.record_bytes(frame_bytes);
         Ok(())
     }
 
@@ -161,7 +126,7 @@ impl StreamWorker {
         let bytes = std::mem::take(bytes);
         let applied = self.apply_runs(&shared, target, header, runs, &bytes);
         self.placement.bytes = bytes;
-        self.bytes_since_ack += (head.len() + data_bytes) as u64;
+        self.acknowledger.record_bytes(head.len() + data_bytes);
         applied
     }
 
@@ -262,7 +227,7 @@ impl StreamWorker {
                 rounds.first_of_ram = round;
             }
         }
-        self.applied = seq;
+        self.acknowledger.record_applied(seq);
         Ok(())
     }
 
@@ -278,7 +243,7 @@ impl StreamWorker {
     fn end_round(&mut self, payload: &[u8]) -> Result<(), ReceiveError> {
         let (seq, round) = decode_round_end(payload)?;
         self.check_order(seq, round)?;
-        self.applied = seq;
+        self.acknowledger.record_applied(seq);
         self.round = round.saturating_add(1);
         let mut rounds = lock(&self.guard.shared.rounds);
         rounds.ended[usize::from(self.guard.stream)] = round;
@@ -301,7 +266,7 @@ impl StreamWorker {
 
     /// Checks that a frame is allowed at this point, and notes its round.
     fn check_order(&mut self, seq: u64, round: u32) -> Result<(), ReceiveError> {
-        let expected = self.applied + 1;
+        let expected = self.acknowledger.expected();
         if seq != expected {
             return Err(ReceiveError::WrongSeq { expected, found: seq });
         }

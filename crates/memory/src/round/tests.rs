@@ -5,7 +5,7 @@ const CUTS: [PartBoundary; 2] = [PartBoundary::Anywhere, PartBoundary::BetweenCl
 struct Log(Vec<u64>, bool);
 
 impl DirtyLog for Log {
-    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
+    fn scan_dirty(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         self.0.iter().for_each(|page| into[0].set(*page..page + 1));
         if self.1 {
             return Err(ScanError {

@@ -338,7 +338,7 @@ impl Sender {
         } else {
             self.shared.wake_workers(&plan);
         }
-        let failure = self.shared.wait_settled(deadline);
+        let failure = self.shared.wait_acknowledged(deadline);
         if failure.is_some() {
             // The threads of this generation do nothing after this.
             self.end_threads();

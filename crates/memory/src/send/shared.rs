@@ -32,7 +32,7 @@ pub(super) struct SenderState {
     /// Signals workers that wait for a round.
     begin: Condvar,
     /// Signals the caller that waits for the round's end.
-    settled: Condvar,
+    round_acknowledged: Condvar,
     /// Set together with the first failure: all threads stop working.
     pub(super) stopped: AtomicBool,
     counters: RoundCounters,
@@ -49,7 +49,7 @@ struct WorkState {
     /// The last round passed to the workers; None for rounds that the caller sends by itself.
     work: Option<Arc<Plan>>,
     /// Streams whose end of the round is not acknowledged.
-    unsettled: u16,
+    unacknowledged: u16,
     failure: Option<SendError>,
 }
 
@@ -76,7 +76,7 @@ impl SenderState {
             owed: Mutex::default(),
             state: Mutex::default(),
             begin: Condvar::new(),
-            settled: Condvar::new(),
+            round_acknowledged: Condvar::new(),
             stopped: AtomicBool::new(false),
             counters,
             nice: AtomicU8::new(NICE),
@@ -105,7 +105,7 @@ impl SenderState {
         self.counters.begin(plan);
         self.reductions.awaited(&owed, plan.round);
         *lock(&self.owed) = owed;
-        lock(&self.state).unsettled = self.stream_count();
+        lock(&self.state).unacknowledged = self.stream_count();
     }
 
     pub(super) fn wake_workers(&self, plan: &Arc<Plan>) {
@@ -114,19 +114,22 @@ impl SenderState {
     }
 
     /// Waits until every stream's end of the round is acknowledged, or a failure, or the deadline.
-    pub(super) fn wait_settled(&self, deadline: Option<Instant>) -> Option<SendError> {
+    pub(super) fn wait_acknowledged(&self, deadline: Option<Instant>) -> Option<SendError> {
         let mut state = lock(&self.state);
         loop {
-            if state.unsettled == 0 {
+            if state.unacknowledged == 0 {
                 return None;
             }
             if self.stopped.load(Ordering::Acquire) {
                 return Some(state.failure.take().unwrap_or(SendError::Cancelled));
             }
             state = match deadline.map(|deadline| deadline.checked_duration_since(Instant::now())) {
-                None => self.settled.wait(state).unwrap_or_else(PoisonError::into_inner),
+                None => self.round_acknowledged.wait(state).unwrap_or_else(PoisonError::into_inner),
                 Some(Some(left)) => {
-                    self.settled.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+                    self.round_acknowledged
+                        .wait_timeout(state, left)
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .0
                 }
                 Some(None) => {
                     drop(state);
@@ -164,7 +167,7 @@ impl SenderState {
         drop(state);
         self.streams.iter().for_each(Stream::close);
         self.begin.notify_all();
-        self.settled.notify_all();
+        self.round_acknowledged.notify_all();
     }
 
     // ---- workers
@@ -370,7 +373,7 @@ impl SenderState {
             if let Some(meter) = self.reductions.meter() {
                 meter.record_peer_wait(waited_us);
             }
-            self.settle(&mut done);
+            self.remove_acknowledged(&mut done);
         };
         self.fail(cause);
     }
@@ -389,7 +392,7 @@ impl SenderState {
     }
 
     /// Removes acknowledged pages from those owed.
-    fn settle(&self, done: &mut Vec<InFlight>) {
+    fn remove_acknowledged(&self, done: &mut Vec<InFlight>) {
         let mut round_ended = false;
         let mut owed = lock(&self.owed);
         for frame in done.drain(..) {
@@ -406,9 +409,9 @@ impl SenderState {
         drop(owed);
         if round_ended {
             let mut state = lock(&self.state);
-            state.unsettled = state.unsettled.saturating_sub(1);
-            if state.unsettled == 0 {
-                self.settled.notify_one();
+            state.unacknowledged = state.unacknowledged.saturating_sub(1);
+            if state.unacknowledged == 0 {
+                self.round_acknowledged.notify_one();
             }
         }
     }
@@ -423,7 +426,7 @@ fn send_error(stream: u16, source: TransportError) -> SendError {
 
 impl fmt::Debug for SenderState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shared").field("streams", &self.streams.len()).finish_non_exhaustive()
+        f.debug_struct("SenderState").field("streams", &self.streams.len()).finish_non_exhaustive()
     }
 }
 

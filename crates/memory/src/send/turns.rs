@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_gives_a_turn_back_comes_after_all_who_wait() {
+    fn a_returned_turn_is_granted_to_waiting_threads_first() {
         let turns = Turns::new();
         turns.set_most(1);
         let (tell, order) = mpsc::channel();
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn more_turns_are_there_at_once_for_all_who_wait() {
+    fn additional_turns_are_granted_to_waiting_threads_at_once() {
         let turns = Turns::new();
         turns.set_most(0);
         let (tell, order) = mpsc::channel();

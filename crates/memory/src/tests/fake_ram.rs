@@ -295,7 +295,7 @@ pub(super) struct FakeLog {
 }
 
 impl DirtyLog for FakeLog {
-    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
+    fn scan_dirty(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         let mut pages = 0;
         for (block, into) in self.ram.0.iter().zip(into) {
             for (index, page) in (0_u64..).zip(&block.pages) {

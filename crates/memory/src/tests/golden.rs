@@ -443,7 +443,7 @@ fn bytes_of_three_streams_stay_as_they_are() {
     assert_eq!(digest, "d29d28d24d73fe2967cd36d2a562a162", "{text}");
 }
 
-/// As the pages are sent that remain after the switch to post-copy: compressed, and not reduced otherwise.
+/// Pages that remain after the switch to post-copy are compressed, and not reduced otherwise.
 #[test]
 fn bytes_of_remaining_pages_stay_as_they_are() {
     let mut dice = Dice(37);

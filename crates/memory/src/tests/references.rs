@@ -48,7 +48,7 @@ impl Templates for FakeTemplates {
     fn read(&self, template: u16, first_page: u64, into: &mut [u8]) -> Result<(), RamError> {
         let pages = lock(&self.0[usize::from(template)]);
         for (page, into) in (first_page..).zip(into.chunks_exact_mut(PAGE)) {
-            into.copy_from_slice(pages.get(page as usize).ok_or(RamError::Disk("beyond the end".into()))?);
+            into.copy_from_slice(pages.get(page as usize).ok_or(RamError::Other("beyond the end".into()))?);
         }
         Ok(())
     }

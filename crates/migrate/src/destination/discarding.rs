@@ -53,10 +53,10 @@ impl DiscardedPages {
     }
 
     /// Checks that every discarded page will arrive again. Otherwise it could not be distinguished from a zero page.
-    pub(super) fn check(&self, regions: &[RamRegion], awaited: &[PageSet]) -> Result<(), PostCopyError> {
-        for ((taken, awaited), region) in self.0.iter().zip(awaited).zip(regions) {
+    pub(super) fn check(&self, regions: &[RamRegion], missing: &[PageSet]) -> Result<(), PostCopyError> {
+        for ((taken, missing), region) in self.0.iter().zip(missing).zip(regions) {
             let mut lost = taken.clone();
-            lost.remove(awaited);
+            lost.remove(missing);
             if let Some(run) = lost.runs().next() {
                 let offset = run.start * PAGE_BYTES;
                 return Err(PostCopyError::NotInList { block: region.name.clone(), offset });
@@ -160,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_taken_away_has_to_come_again() {
+    fn discarded_pages_have_to_be_missing_later() {
         let set = |pages: &[u64]| {
             let mut set = PageSet::new(8 * PAGE_BYTES);
             for page in pages {

@@ -118,11 +118,11 @@ impl DestinationDriver {
     /// Sends the participants' last messages to the source, once they are complete; nothing waits for that.
     fn send_last_messages(&mut self) {
         let messages = self.resources.participants.last_messages();
-        let mut links = std::mem::take(&mut self.connections.links);
+        let mut open = std::mem::take(&mut self.connections.open);
         let send = move || {
             for message in messages {
                 let message = message();
-                for (writer, _) in links.values_mut() {
+                for (writer, _) in open.values_mut() {
                     // The source may be gone: it has nothing left to do but its report.
                     drop(writer.send(&message));
                 }
@@ -142,8 +142,8 @@ impl DestinationDriver {
         }
         let active = matches!(self.session.state(), DestinationState::Active { .. });
         if active {
-            // A previous agent may have ended before it released QEMU: a VM that its user had paused gets no `cont`.
-            self.release_qemu();
+            // A previous agent may have ended before it thawed QEMU: a VM that its user had paused gets no `cont`.
+            self.thaw_qemu();
             self.send_last_messages();
             self.resources.participants.finish(self.resources.vm.as_ref());
         }

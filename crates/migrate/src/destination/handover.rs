@@ -1,4 +1,4 @@
-//! The destination's half of the handover: the loop that processes notices until the migration is settled.
+//! The destination's half of the handover: the loop that processes notices until the migration is over.
 //!
 //! [`effects`] performs the engine's effects; [`peer`] handles messages from and to the source.
 
@@ -17,7 +17,7 @@ use tracing::{error, info, warn};
 use self::effects::DestinationEffectError;
 use super::DestinationDriver;
 use super::inbox::DestinationNotice;
-use super::participants::{ArrivalPlan, Execution};
+use super::participants::{ArrivalPlan, GuestRan};
 use super::post_copy_receiver;
 use super::receiving::PageReceiver;
 use super::stages::{ArrivalStage, Receiving};
@@ -29,13 +29,13 @@ impl DestinationDriver {
     /// Receives a VM whose migration is PREPARED, once the source has been informed of that.
     pub fn run(self) -> DestinationState {
         self.publisher.update(|progress| progress.phase = Phase::PreCopy);
-        self.settle()
+        self.run_to_end()
     }
 
-    /// Resumes a migration that a previous agent left behind.
+    /// Resumes a migration of a previous agent.
     pub fn run_on(mut self, found: QemuAtStart) -> DestinationState {
         self.take(&DestinationEvent::Restarted(found));
-        self.settle()
+        self.run_to_end()
     }
 
     /// Takes over the QEMU that a previous agent had started, and returns its state.
@@ -66,7 +66,7 @@ impl DestinationDriver {
     /// Removes what was made for a QEMU that did not start. What stays is tried again when the migration ends.
     pub fn undo_start(&mut self, artifacts: &ArrivalArtifacts) {
         self.resources.participants.abandon();
-        drop(self.resources.participants.undo(artifacts, Execution::Never));
+        drop(self.resources.participants.undo(artifacts, GuestRan::Never));
     }
 
     /// Begins to receive into the waiting QEMU. Returns the reason against post-copy, if that was proposed and is
@@ -113,7 +113,7 @@ impl DestinationDriver {
         self.inbox.mailbox().takes_frames()
     }
 
-    /// Returns true if the source may send tracked connections of the guest.
+    /// Returns true if the source may send conntrack entries of the guest.
     pub fn takes_flows(&self) -> bool {
         self.inbox.mailbox().takes_flows()
     }
@@ -128,12 +128,12 @@ impl DestinationDriver {
         Ok(())
     }
 
-    /// Processes notices until the migration is settled.
-    fn settle(mut self) -> DestinationState {
+    /// Processes notices until the migration is over.
+    fn run_to_end(mut self) -> DestinationState {
         let retry = self.retry();
         self.session.repeat_after(self.clock.read(), retry);
         loop {
-            // Each turn does one thing, at one time.
+            // Each step does one thing, at one time.
             let now = self.clock.read();
             if let Some(event) = self.session.take_follow_up() {
                 self.take(&event);
@@ -142,7 +142,7 @@ impl DestinationDriver {
             self.publish_missing_pages();
             self.check_untrusted_page();
             self.finish_post_copy_if_complete();
-            match self.session.next_turn(now) {
+            match self.session.next_step(now) {
                 DriverStep::Handle(event) => self.take(&event),
                 DriverStep::End => break,
                 DriverStep::Repeat => {
@@ -182,17 +182,17 @@ impl DestinationDriver {
                 self.questions.is_asking_source = false;
                 self.take(&event);
             }
-            DestinationNotice::Connected { link, writer, handle, generation } => {
+            DestinationNotice::Connected { connection_id, writer, handle, generation } => {
                 self.session.record_contact(generation.is_some(), self.clock.now());
-                self.connections.links.insert(link, (writer, handle));
-                if let Some(ended) = self.connections.control.connected(link, generation) {
+                self.connections.open.insert(connection_id, (writer, handle));
+                if let Some(ended) = self.connections.control.connected(connection_id, generation) {
                     self.hang_up(ended);
                 }
             }
-            DestinationNotice::Message { link, message } => {
-                let is_on_control = self.connections.control.is(link);
+            DestinationNotice::Message { connection_id, message } => {
+                let is_on_control = self.connections.control.is_connection(connection_id);
                 self.session.record_contact(is_on_control, self.clock.now());
-                self.message(link, message);
+                self.message(connection_id, message);
             }
             DestinationNotice::Reply(message) => self.send_message(&message),
             DestinationNotice::PageStream { generation, connection }
@@ -204,15 +204,17 @@ impl DestinationDriver {
             DestinationNotice::PageStreamLost { error } => {
                 info!(migration = %self.terms.migration, error, "link lost");
             }
-            DestinationNotice::Blob { link, bytes }
-                if self.session.is_arriving(self.connections.control.is(link)) =>
+            DestinationNotice::Blob { connection_id, bytes }
+                if self.session.is_arriving(self.connections.control.is_connection(connection_id)) =>
             {
                 self.blob(&bytes);
             }
-            DestinationNotice::Blob { link, .. } => self.handle_unexpected_message(link, "device state"),
-            DestinationNotice::Lost { link, error } => {
-                self.connections.links.remove(&link);
-                if self.connections.control.lost(link) {
+            DestinationNotice::Blob { connection_id, .. } => {
+                self.handle_unexpected_message(connection_id, "device state");
+            }
+            DestinationNotice::Lost { connection_id, error } => {
+                self.connections.open.remove(&connection_id);
+                if self.connections.control.lost(connection_id) {
                     info!(migration = %self.terms.migration, error, "the control stream was lost");
                     let next = self.session.control_lost(self.clock.now());
                     self.take_next(next);
@@ -231,8 +233,8 @@ impl DestinationDriver {
         }
     }
 
-    fn hang_up(&mut self, link: u64) {
-        if let Some((_, handle)) = self.connections.links.remove(&link) {
+    fn hang_up(&mut self, connection_id: u64) {
+        if let Some((_, handle)) = self.connections.open.remove(&connection_id) {
             handle.shutdown();
         }
     }
@@ -241,7 +243,7 @@ impl DestinationDriver {
     fn repeat(&mut self) {
         self.resume_post_copy();
         let facts = RepetitionContext {
-            has_control: self.connections.control.link().is_some(),
+            has_control: self.connections.control.connection_id().is_some(),
             is_cont_pending: self.resources.vm.as_ref().is_some_and(ArrivingVm::is_cont_pending),
         };
         let limits = SilenceLimits {
@@ -272,25 +274,45 @@ impl DestinationDriver {
     }
 
     pub(super) fn take(&mut self, event: &DestinationEvent) {
-        let done = self.feed(event);
-        self.done(event, done);
+        if self.admit(event) {
+            let done = self.feed(event);
+            self.done(event, done);
+        }
+    }
+
+    /// Returns true if an event is handled now. Otherwise the journal has to accept an earlier one first.
+    fn admit(&mut self, event: &DestinationEvent) -> bool {
+        let is_admitted = self.session.admit(event);
+        if !is_admitted {
+            info!(migration = %self.terms.migration, event = event.name(), "the journal lacks an earlier event");
+            self.report_dropped(event, "the journal does not accept an earlier event yet");
+        }
+        is_admitted
     }
 
     fn done(&mut self, event: &DestinationEvent, done: Result<(), DestinationEffectError>) {
         let error = match done {
-            Ok(()) => return,
-            Err(DestinationEffectError::Illegal(illegal)) => return warn!(%illegal, "event ignored"),
+            Ok(()) => return self.session.handled(event),
+            Err(DestinationEffectError::Illegal(illegal)) => {
+                warn!(%illegal, "event ignored");
+                return self.session.handled(event);
+            }
             Err(error) => error,
         };
         let reason = crate::chain(&error);
         error!(migration = %self.terms.migration, reason, "an action of the handover failed");
+        self.report_dropped(event, &reason);
+        self.reporter.reason.get_or_insert(reason);
+        let next = self.session.effect_failed(event);
+        self.take_next(next);
+    }
+
+    /// Informs an operator whose decision is dropped.
+    fn report_dropped(&self, event: &DestinationEvent, reason: &str) {
         if matches!(event, DestinationEvent::OperatorDecided(_)) {
             let text = format!("the decision was not carried out and was discarded: {reason}; decide again");
             self.publisher.update(|progress| progress.message = Some(text));
         }
-        self.reporter.reason.get_or_insert(reason);
-        let next = self.session.effect_failed(event);
-        self.take_next(next);
     }
 
     /// Handles the event that follows another one, if there is one.

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use engine::handover::destination::DestinationEvent;
 use link::transport::{Channel, ConnectionHandle, Incoming, MessageSender};
-use net::flows::FlowChange;
-use net::installer::InstallResult;
-use net::{FlowInstaller, MergerInput};
+use net::conntrack_installer::InstallResult;
+use net::conntrack_sync::EntryChange;
+use net::{ConntrackInstaller, MergerHandle};
 use proto::message::FailedFlow;
 use proto::{Generation, Message, limits};
 use tracing::warn;
@@ -28,7 +28,7 @@ pub enum DestinationNotice {
     /// The source has connected.
     Connected {
         /// Number of the connection, by the inbox's own count.
-        link: u64,
+        connection_id: u64,
         /// Writer for answers.
         writer: Box<dyn MessageSender>,
         /// Handle that closes the connection.
@@ -39,7 +39,7 @@ pub enum DestinationNotice {
     /// A message arrived.
     Message {
         /// Number of the connection.
-        link: u64,
+        connection_id: u64,
         /// The message.
         message: Message,
     },
@@ -48,14 +48,14 @@ pub enum DestinationNotice {
     /// A piece of device state, or of a list of pages, arrived.
     Blob {
         /// Number of the connection.
-        link: u64,
+        connection_id: u64,
         /// The piece.
         bytes: Vec<u8>,
     },
     /// A connection ended.
     Lost {
         /// Number of the connection.
-        link: u64,
+        connection_id: u64,
         /// Error of the connection.
         error: String,
     },
@@ -91,11 +91,11 @@ pub enum DestinationNotice {
 #[derive(Clone, Debug)]
 pub struct DestinationMailbox {
     notices: SyncSender<DestinationNotice>,
-    links: Arc<AtomicU64>,
+    connection_count: Arc<AtomicU64>,
     /// Receiver of frames for the guest; not set where they cannot be delivered.
-    frames: Arc<OnceLock<MergerInput>>,
-    /// Installs tracked connections of the guest; not set where that is impossible.
-    flows: Arc<OnceLock<FlowInstaller>>,
+    frames: Arc<OnceLock<MergerHandle>>,
+    /// Installs conntrack entries of the guest; not set where that is impossible.
+    conntrack: Arc<OnceLock<ConntrackInstaller>>,
 }
 
 impl DestinationMailbox {
@@ -117,7 +117,7 @@ impl DestinationMailbox {
     }
 
     /// Sets where frames for the guest go.
-    pub(crate) fn pass_frames_to(&self, input: MergerInput) {
+    pub(crate) fn pass_frames_to(&self, input: MergerHandle) {
         // A second VM does not arrive in the same migration.
         drop(self.frames.set(input));
     }
@@ -142,20 +142,20 @@ impl DestinationMailbox {
         thread::Builder::new().name("frames".to_owned()).spawn(receive).map(drop)
     }
 
-    /// Sets where tracked connections of the guest are installed.
-    pub(crate) fn pass_flows_to(&self, installer: FlowInstaller) {
-        drop(self.flows.set(installer));
+    /// Sets where conntrack entries of the guest are installed.
+    pub(crate) fn pass_flows_to(&self, installer: ConntrackInstaller) {
+        drop(self.conntrack.set(installer));
     }
 
-    /// Returns true if tracked connections of the guest can be installed.
+    /// Returns true if conntrack entries of the guest can be installed.
     pub(crate) fn takes_flows(&self) -> bool {
-        self.flows.get().is_some()
+        self.conntrack.get().is_some()
     }
 
-    /// Installs tracked connections that the source sends, until its connection ends, past the inbox: the driver has
+    /// Installs conntrack entries that the source sends, until its connection ends, past the inbox: the driver has
     /// other work at that time. Returns at once.
     pub fn receive_flows(&self, mut connection: Channel) -> std::io::Result<()> {
-        let Some(installer) = self.flows.get().cloned() else { return Ok(()) };
+        let Some(installer) = self.conntrack.get().cloned() else { return Ok(()) };
         let receive = move || {
             if let Err(error) = install_flows(&mut connection, &installer) {
                 warn!(error, "tracked connections of the guest are not installed any more");
@@ -166,18 +166,18 @@ impl DestinationMailbox {
 
     /// Reads a connection of the source into the inbox until it ends. Returns at once.
     pub fn connected(&self, connection: Channel, generation: Option<Generation>) -> std::io::Result<()> {
-        let link = self.links.fetch_add(1, Ordering::Relaxed);
+        let connection_id = self.connection_count.fetch_add(1, Ordering::Relaxed);
         let handle = connection.handle();
         let (mut reader, writer) = connection.split();
         let mailbox = self.clone();
-        if !mailbox.put(DestinationNotice::Connected { link, writer, handle, generation }) {
+        if !mailbox.put(DestinationNotice::Connected { connection_id, writer, handle, generation }) {
             return Ok(());
         }
         let read = move || loop {
             let notice = match reader.recv(None) {
-                Ok(Incoming::Message(message)) => DestinationNotice::Message { link, message },
-                Ok(Incoming::Blob(bytes)) => DestinationNotice::Blob { link, bytes },
-                Err(error) => DestinationNotice::Lost { link, error: crate::chain(&error) },
+                Ok(Incoming::Message(message)) => DestinationNotice::Message { connection_id, message },
+                Ok(Incoming::Blob(bytes)) => DestinationNotice::Blob { connection_id, bytes },
+                Err(error) => DestinationNotice::Lost { connection_id, error: crate::chain(&error) },
             };
             let last = matches!(notice, DestinationNotice::Lost { .. });
             if !mailbox.put(notice) || last {
@@ -209,9 +209,9 @@ impl DestinationInbox {
             notices,
             mailbox: DestinationMailbox {
                 notices: sender,
-                links: Arc::default(),
+                connection_count: Arc::default(),
                 frames: Arc::default(),
-                flows: Arc::default(),
+                conntrack: Arc::default(),
             },
         }
     }
@@ -229,7 +229,7 @@ impl DestinationInbox {
 }
 
 /// Makes the changes that arrive on a connection, and answers each list of them.
-fn install_flows(connection: &mut Channel, installer: &FlowInstaller) -> Result<(), String> {
+fn install_flows(connection: &mut Channel, installer: &ConntrackInstaller) -> Result<(), String> {
     while let Ok(Incoming::Message(Message::Flows { bytes })) = connection.recv(None) {
         let mut changes = Vec::new();
         while (changes.len() as u64) < bytes {
@@ -243,7 +243,7 @@ fn install_flows(connection: &mut Channel, installer: &FlowInstaller) -> Result<
         if changes.len() as u64 > bytes {
             return Err("a list is longer than it was announced".to_owned());
         }
-        let changes = FlowChange::decode_all(&changes).map_err(|error| error.to_string())?;
+        let changes = EntryChange::decode_all(&changes).map_err(|error| error.to_string())?;
         let result = installer.apply(changes).map_err(|error| error.to_string())?;
         if connection.send(&answer(result)).is_err() {
             return Ok(());
@@ -252,7 +252,7 @@ fn install_flows(connection: &mut Channel, installer: &FlowInstaller) -> Result<
     Ok(())
 }
 
-/// Composes the answer to a list of changes, with as many flows as a message may name.
+/// Composes the answer to a list of changes, with as many entries as a message may name.
 fn answer(result: InstallResult) -> Message {
     let count = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
     let more_failed = count(result.failed.len().saturating_sub(limits::FAILED_FLOWS));

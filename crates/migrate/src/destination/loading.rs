@@ -1,5 +1,6 @@
 //! Messages of the control stream while a VM arrives: new connections, hashes to compare, the device state.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,7 @@ use super::DestinationDriver;
 use super::post_copy_receiver::{self, PostCopyReceiver};
 use super::receiving::PageReceiver;
 use super::stages::{ArrivalStage, Placing};
+use crate::device_state;
 use api::progress::Phase;
 use host::missing_pages_record::MissingPagesRecord;
 use store::journal::Durability;
@@ -22,8 +24,23 @@ use store::journal::Durability;
 pub(crate) struct IncomingPayload {
     what: PayloadKind,
     bytes: u64,
+    /// Length of the content, if it is compressed.
+    content_bytes: Option<u64>,
+    /// Digest of the content.
     digest: String,
     received: Vec<u8>,
+}
+
+impl IncomingPayload {
+    /// Returns the content, once all is received; none if it is damaged.
+    fn content(&self) -> Option<Cow<'_, [u8]>> {
+        let is_whole = self.received.len() as u64 == self.bytes;
+        let content = match self.content_bytes {
+            None => Cow::Borrowed(&self.received[..]),
+            Some(bytes) => Cow::Owned(device_state::decompress(&self.received, bytes)?),
+        };
+        (is_whole && blake3::hash(&content).to_hex().as_str() == self.digest).then_some(content)
+    }
 }
 
 impl DestinationDriver {
@@ -51,12 +68,18 @@ impl DestinationDriver {
         }
     }
 
-    /// Begins to receive a payload in pieces.
-    pub(super) fn begin_payload(&mut self, what: PayloadKind, bytes: u64, digest: String) {
+    /// Begins to receive a payload in pieces, of `bytes` in all. If it is compressed, its content has `content_bytes`.
+    pub(super) fn begin_payload(
+        &mut self,
+        what: PayloadKind,
+        bytes: u64,
+        content_bytes: Option<u64>,
+        digest: String,
+    ) {
         let can_begin_post_copy = self.proposal.post_copy && self.resources.stage.missing().is_none();
         match DestinationSession::admit_payload(what, bytes, can_begin_post_copy) {
             Ok(()) => {
-                let payload = IncomingPayload { what, bytes, digest, received: Vec::new() };
+                let payload = IncomingPayload { what, bytes, content_bytes, digest, received: Vec::new() };
                 self.connections.incoming_payload = Some(payload);
             }
             Err(RefusedPayload::TooLarge) => {
@@ -77,19 +100,18 @@ impl DestinationDriver {
             return;
         }
         let Some(payload) = self.connections.incoming_payload.take() else { return };
-        let digest = blake3::hash(&payload.received).to_hex().to_string();
-        if payload.received.len() as u64 != payload.bytes || digest != payload.digest {
+        let Some(content) = payload.content() else {
             return self.fail("data received in pieces is damaged");
-        }
+        };
         match payload.what {
-            PayloadKind::TakenAway => self.take_away(&payload.received),
-            PayloadKind::MissingPages => self.begin_post_copy(&payload.received),
-            PayloadKind::Devices => self.load(&payload.received, digest),
+            PayloadKind::Discard => self.discard_pages(&content),
+            PayloadKind::MissingPages => self.begin_post_copy(&content),
+            PayloadKind::Devices => self.load(&content, payload.digest.clone()),
         }
     }
 
     /// Discards these pages, which arrive after the guest; the guest still runs at the source.
-    fn take_away(&mut self, set: &[u8]) {
+    fn discard_pages(&mut self, set: &[u8]) {
         let began = Instant::now();
         let (ArrivalStage::Receiving(receiving), Some(vm)) = (&mut self.resources.stage, &self.resources.vm)
         else {
@@ -98,7 +120,7 @@ impl DestinationDriver {
         let (writers, _) = receiving.pages.post_copied();
         match receiving.discarded.take(&self.context.injector, vm, writers, set) {
             Ok(()) => {
-                self.context.faults.reach(|| "destination/taken-away".to_owned());
+                self.context.faults.reach(|| "destination/discarded".to_owned());
                 self.send_message(&Message::Discarded { duration_us: began.elapsed().as_micros() as u64 });
             }
             Err(error) => self.fail(&crate::chain(&error)),
@@ -114,8 +136,8 @@ impl DestinationDriver {
         };
         let (context, migration) = (Arc::clone(&self.context), self.terms.migration.clone());
         let mut artifacts = vm.artifacts.clone();
-        let keep = |trace: &MissingPagesRecord| {
-            artifacts.awaited = Some(trace.clone());
+        let keep = |record: &MissingPagesRecord| {
+            artifacts.missing_pages = Some(record.clone());
             artifacts.keep(&context, &migration, Durability::Process).map_err(std::io::Error::other)
         };
         let mailbox = self.inbox.mailbox();
@@ -134,7 +156,7 @@ impl DestinationDriver {
                 self.resources.stage = ArrivalStage::Placing(placing);
                 let duration_us = began.elapsed().as_micros() as u64;
                 info!(%migration, duration_us, "discarded pages that will be sent later");
-                self.context.faults.reach(|| "destination/awaited".to_owned());
+                self.context.faults.reach(|| "destination/missing-pages".to_owned());
                 if let Some(stream) = page_stream {
                     self.attach(stream);
                 }
@@ -162,8 +184,8 @@ impl DestinationDriver {
 
     /// Resumes the post-copy of a previous agent.
     pub(super) fn resume_post_copy(&mut self) {
-        let Some((vm, trace)) =
-            self.resources.vm.as_ref().and_then(|vm| Some((vm, vm.artifacts.awaited.as_ref()?)))
+        let Some((vm, record)) =
+            self.resources.vm.as_ref().and_then(|vm| Some((vm, vm.artifacts.missing_pages.as_ref()?)))
         else {
             return;
         };
@@ -171,13 +193,13 @@ impl DestinationDriver {
             return;
         }
         let (mailbox, migration) = (self.inbox.mailbox(), self.terms.migration.clone());
-        match PostCopyReceiver::take_over(&vm.process, trace, &mailbox) {
+        match PostCopyReceiver::take_over(&vm.process, record, &mailbox) {
             Ok(None) => {
-                match post_copy_receiver::end_leftover_waits(trace, &self.context.injector, &vm.process) {
+                match post_copy_receiver::end_leftover_waits(record, &self.context.injector, &vm.process) {
                     Ok(()) => self.resources.stage = ArrivalStage::FoundComplete,
                     Err(error) => {
                         let error = crate::chain(&error);
-                        error!(%migration, error, "cannot end the waits of QEMU for missing pages");
+                        self.log_once("cannot end the waits of QEMU for missing pages", &error);
                     }
                 }
             }
@@ -188,9 +210,18 @@ impl DestinationDriver {
             }
             Err(error) => {
                 let error = crate::chain(&error);
-                error!(%migration, error, "missing pages of the guest cannot be received");
+                self.log_once("missing pages of the guest cannot be received", &error);
                 self.reporter.reason.get_or_insert(error);
             }
+        }
+    }
+
+    /// Logs an error of a repetition, but not again with every further one.
+    fn log_once(&mut self, what: &'static str, error: &str) {
+        let text = format!("{what}: {error}");
+        if self.reporter.logged_error.as_ref() != Some(&text) {
+            error!(migration = %self.terms.migration, error, what);
+            self.reporter.logged_error = Some(text);
         }
     }
 

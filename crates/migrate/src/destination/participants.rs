@@ -14,8 +14,9 @@
 //! ready        the devices are loaded: nothing may keep the guest from running here
 //! before_cont  the guest is about to run here
 //! commit       the guest runs here, or may be resumed by its user: nothing can be undone any more
-//! abandon      the copy is about to be discarded: nothing of this agent uses it any more
-//! undo         the copy's QEMU has ended: all that was made on this host is removed
+//! abandon      the copy is about to be discarded: nothing of this agent uses it any more, and what its QEMU has no part in
+//!              is removed
+//! undo         the copy's QEMU has ended: all that was made on this host and is still there is removed
 //! finish       the guest runs here, and all of its pages are present
 //! ```
 //!
@@ -87,12 +88,14 @@ pub(super) trait ArrivingParticipant: Send {
     /// it stays paused.
     fn commit(&mut self, vm: &mut ArrivingVm, runs_for: Option<Duration>);
 
-    /// Ends all work of this agent on a copy that is about to be discarded; its QEMU may live.
+    /// Ends all work of this agent on a copy that is about to be discarded; its QEMU may live. Removes what that QEMU has
+    /// no part in, like conntrack entries and redirections.
     fn abandon(&mut self);
 
-    /// Removes all that was made on this host, by this agent or by one before it, after the end of the copy's QEMU.
+    /// Removes all that was made on this host and is still there, by this agent or by one before it, after the end of the
+    /// copy's QEMU.
     /// Returns what could not be removed. Is called again if it has to be.
-    fn undo(&mut self, artifacts: &ArrivalArtifacts, execution: Execution) -> Option<Leftover>;
+    fn undo(&mut self, artifacts: &ArrivalArtifacts, execution: GuestRan) -> Option<Leftover>;
 
     /// Returns the places on this host where users find it; empty if it has gone with its QEMU.
     fn places(&self) -> Vec<PathBuf>;
@@ -150,11 +153,11 @@ pub(super) struct ReceivedRound {
 
 /// Execution of the guest on this host, before its copy is discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Execution {
+pub(super) enum GuestRan {
     /// The guest has never run here.
     Never,
     /// The guest has run here, or may have run.
-    Possible,
+    Possibly,
 }
 
 /// Something that could not be removed from this host.
@@ -336,8 +339,10 @@ impl ArrivingParticipants {
         self.reach("abandon");
     }
 
-    /// Removes all that was made on this host. All participants undo, whatever one of them leaves behind.
-    pub(super) fn undo(&mut self, artifacts: &ArrivalArtifacts, execution: Execution) -> Vec<Leftover> {
+    /// Removes all that was made on this host, in the order of the list: unlike at the source, no guest runs that a
+    /// participant might make wait, and none needs what another one has made. All participants undo, whatever one of
+    /// them leaves behind.
+    pub(super) fn undo(&mut self, artifacts: &ArrivalArtifacts, execution: GuestRan) -> Vec<Leftover> {
         let members = self.members.iter_mut();
         let left = members.filter_map(|member| member.participant.undo(artifacts, execution)).collect();
         self.reach("undo");

@@ -6,25 +6,24 @@
 //!
 //! From then on every thread that touches such a page waits, including QEMU while it loads the device state, and a
 //! thread of the agent requests the page on the page stream. Another thread places the pages that arrive on that
-//! stream; the remaining pages arrive over the data streams. Neither needs the driver, which may itself wait for QEMU.
+//! stream ([`PageRequests`]); the remaining pages arrive over the data streams. Neither needs the driver, which may
+//! itself wait for QEMU.
 //!
 //! QEMU holds a second descriptor, and a file ([`MissingPagesFile`]) lists the missing pages: if this agent dies, the
 //! threads keep waiting, and the next agent takes over ([`PostCopyReceiver::take_over`]).
 
-use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::sync::Arc;
 
-use ::memory::ram::{RamError, RamRegion};
+use ::memory::ram::RamRegion;
 use ::memory::{
-    BlockWriter, DiscardMethod, MissingPages, MissingPagesFile, PageSet, WriterSwitch, decode_set, encode_set,
+    BlockWriter, DiscardMethod, MissingPages, MissingPagesFile, PageRequests, PageSet, WriterSwitch,
+    decode_set,
 };
-use link::transport::{Channel, ConnectionHandle, Incoming, MessageReceiver, MessageSender, TransportError};
-use proto::awaited::{BadMissingPages, ENTRY_BYTES, decode_page};
-use proto::limits::{BLOB_BYTES, CHUNK_BYTES, MISSING_PAGES_BYTES, PAGE_BYTES, REQUESTED_PAGES};
-use proto::message::{Finding, Message, PageRequest, Severity};
-use tracee::{AddressRange, Injector, LastingUserfaultfd, PageFaultError, PageFaultHandler, Process};
+use link::transport::{Channel, TransportError};
+use proto::limits::{CHUNK_BYTES, MISSING_PAGES_BYTES};
+use proto::message::{Finding, PageRequest, Severity};
+use proto::missing_pages::ENTRY_BYTES;
+use tracee::{AddressRange, Injector, LastingUserfaultfd, PageFaultHandler, Process};
 use tracing::{info, warn};
 
 use super::discarding::{DiscardedPages, check_discarded, discard_range, runs_of};
@@ -35,16 +34,11 @@ use host::Context;
 use host::missing_pages_record::MissingPagesRecord;
 use host::ram::{self, JournalledRegion};
 
-/// Delay before the placement of a zero page is tried again.
-const RETRY_DELAY: Duration = Duration::from_millis(20);
-
 /// Pages that are still to arrive.
 pub(super) struct PostCopyReceiver {
     pages: Arc<MissingPages<PageFaultHandler>>,
-    trace: MissingPagesRecord,
-    stream: Arc<PageStream>,
-    /// The thread that reads page faults; it ends when this socket closes.
-    fault_reader: Option<(UnixStream, JoinHandle<()>)>,
+    record: MissingPagesRecord,
+    requests: PageRequests<PageFaultHandler>,
     mailbox: DestinationMailbox,
 }
 
@@ -106,23 +100,23 @@ impl PostCopyReceiver {
         keep: impl FnOnce(&MissingPagesRecord) -> Result<(), std::io::Error>,
     ) -> Result<Self, PostCopyError> {
         let regions = ram::regions(&vm.blocks);
-        let awaited = decode_set(set, regions.iter().map(|region| region.bytes))?;
-        discarded_pages.check(&regions, &awaited)?;
+        let missing = decode_set(set, regions.iter().map(|region| region.bytes))?;
+        discarded_pages.check(&regions, &missing)?;
         let LastingUserfaultfd { here, there } = context.injector.create_lasting_userfaultfd(&vm.process)?;
         let blocks = regions.iter().zip(writers);
         let kept = blocks.map(|(region, writer)| JournalledRegion::with_missing_pages(region, &**writer));
-        let trace = MissingPagesRecord {
+        let record = MissingPagesRecord {
             descriptor: there,
-            file: vm.artifacts.directory.join("awaited"),
+            file: vm.artifacts.directory.join("missing-pages"),
             regions: kept.collect(),
             untrusted: None,
         };
-        let file = MissingPagesFile::create(&trace.file, &awaited)?;
-        keep(&trace)?;
+        let file = MissingPagesFile::create(&record.file, &missing)?;
+        keep(&record)?;
         let placer = PageFaultHandler::begin(&vm.process, here, &ranges(&regions))?;
-        discard_range(&context.injector, &vm.process, (&regions, writers), runs_of(&awaited))?;
-        check_discarded((&regions, writers), runs_of(&awaited))?;
-        let this = Self::over(placer, trace, regions, awaited, file, mailbox, false)?;
+        discard_range(&context.injector, &vm.process, (&regions, writers), runs_of(&missing))?;
+        check_discarded((&regions, writers), runs_of(&missing))?;
+        let this = Self::over(placer, record, regions, missing, file, mailbox, false)?;
         switch.switch(this.pages.writers());
         Ok(this)
     }
@@ -131,23 +125,24 @@ impl PostCopyReceiver {
     /// pages are present: that agent may have ended the waits already.
     pub(super) fn take_over(
         process: &Process,
-        trace: &MissingPagesRecord,
+        record: &MissingPagesRecord,
         mailbox: &DestinationMailbox,
     ) -> Result<Option<Self>, PostCopyError> {
-        let regions = trace.regions();
-        let (file, awaited) = MissingPagesFile::open(&trace.file, regions.iter().map(|region| region.bytes))?;
-        if awaited.iter().all(PageSet::is_empty) {
+        let regions = record.regions();
+        let (file, missing) =
+            MissingPagesFile::open(&record.file, regions.iter().map(|region| region.bytes))?;
+        if missing.iter().all(PageSet::is_empty) {
             return Ok(None);
         }
-        let placer = PageFaultHandler::take_over(process, trace.descriptor, &ranges(&regions))?;
-        Self::over(placer, trace.clone(), regions, awaited, file, mailbox, true).map(Some)
+        let placer = PageFaultHandler::take_over(process, record.descriptor, &ranges(&regions))?;
+        Self::over(placer, record.clone(), regions, missing, file, mailbox, true).map(Some)
     }
 
     fn over(
         placer: PageFaultHandler,
-        trace: MissingPagesRecord,
+        record: MissingPagesRecord,
         regions: Vec<RamRegion>,
-        awaited: Vec<PageSet>,
+        missing: Vec<PageSet>,
         file: MissingPagesFile,
         mailbox: &DestinationMailbox,
         is_taken_over: bool,
@@ -156,20 +151,31 @@ impl PostCopyReceiver {
         // The driver may wait for this thread, so the notice is dropped if the inbox is full; the driver also checks by
         // itself.
         let notify = move || notices.try_put(DestinationNotice::MissingPages);
-        let places_zeros: Vec<_> = trace.regions.iter().map(|region| region.places_zeros).collect();
+        let places_zeros: Vec<_> = record.regions.iter().map(|region| region.places_zeros).collect();
         let pages =
-            MissingPages::new(placer, regions, awaited, notify).with_file(file).placing_zeros(places_zeros);
+            MissingPages::new(placer, regions, missing, notify).with_file(file).placing_zeros(places_zeros);
         let pages = Arc::new(if is_taken_over { pages.taken_over() } else { pages });
-        let stream = Arc::new(PageStream::default());
-        let (end, ended) = UnixStream::pair()?;
-        let (waits, asks) = (Arc::clone(&pages), Arc::clone(&stream));
-        let thread = thread::Builder::new().name("waits".to_owned()).spawn(move || {
-            if let Err(error) = read_faults(&waits, &asks, &ended) {
-                warn!(error = crate::chain(&error), "page faults of QEMU are not handled any more");
-            }
-        })?;
+        let requests = PageRequests::begin(Arc::clone(&pages))?;
         info!(pages = pages.pages(), "post-copy begins: pages arrive while the guest runs");
-        Ok(Self { pages, trace, stream, fault_reader: Some((end, thread)), mailbox: mailbox.clone() })
+        Ok(Self { pages, record, requests, mailbox: mailbox.clone() })
+    }
+
+    /// Creates the receiver of one missing page of a guest that has no QEMU: no thread waits for it.
+    #[cfg(test)]
+    pub(super) fn without_qemu(mailbox: &DestinationMailbox) -> Self {
+        use std::os::fd::AsRawFd as _;
+
+        let (silent, other) = std::os::unix::net::UnixStream::pair().unwrap();
+        // Closed, it would seem to report page faults.
+        std::mem::forget(other);
+        let own = Process::open(std::process::id()).unwrap();
+        let placer = PageFaultHandler::take_over(&own, silent.as_raw_fd(), &[]).unwrap();
+        let region = RamRegion { name: "ram".to_owned(), bytes: 4096, page_bytes: 4096, address: 4096 };
+        let pages = Arc::new(MissingPages::new(placer, vec![region], vec![PageSet::full(4096)], || ()));
+        let requests = PageRequests::begin(Arc::clone(&pages)).unwrap();
+        let file = std::path::PathBuf::from("/nonexistent");
+        let record = MissingPagesRecord { descriptor: -1, file, regions: Vec::new(), untrusted: None };
+        Self { pages, record, requests, mailbox: mailbox.clone() }
     }
 
     /// Returns the number of missing pages.
@@ -187,34 +193,19 @@ impl PostCopyReceiver {
         self.pages.writers()
     }
 
-    /// Attaches the source's page stream. Sends the set of missing pages, before which the source sends nothing.
-    /// `round` is the last round that was received.
+    /// Attaches the source's page stream. `round` is the last round that was received.
     pub(super) fn attach(&self, connection: Channel, round: u32) -> Result<(), TransportError> {
-        let handle = connection.handle();
-        let (reader, mut writer) = connection.split();
-        let set = encode_set(&self.pages.set());
-        let digest = blake3::hash(&set).to_hex().to_string();
-        writer.send(&Message::MissingPages { bytes: set.len() as u64, digest, round })?;
-        set.chunks(BLOB_BYTES).try_for_each(|piece| writer.send_blob(piece))?;
-        let (writers, ended, mailbox) = (self.pages.writers(), Arc::clone(&handle), self.mailbox.clone());
-        let place = move || {
-            if let Err(error) = place_all(reader, &writers) {
-                let error = crate::chain(&error);
-                warn!(error, "the page stream ended");
-                ended.shutdown();
-                mailbox.try_put(DestinationNotice::PageStreamLost { error });
-            }
-        };
-        let placing =
-            thread::Builder::new().name("place".to_owned()).spawn(place).map_err(TransportError::local)?;
-        self.stream.replace(Some(Connected { writer, handle, placing }));
-        self.stream.ask(&self.pages.requested());
-        Ok(())
+        let mailbox = self.mailbox.clone();
+        self.requests.attach(connection, round, move |error| {
+            let error = crate::chain(&error);
+            warn!(error, "the page stream ended");
+            mailbox.try_put(DestinationNotice::PageStreamLost { error });
+        })
     }
 
     /// Informs the source that all pages are present, before the connections are closed: that is no loss.
     pub(super) fn report_complete(&self) {
-        self.stream.send(&Message::PagesComplete);
+        self.requests.report_complete();
     }
 
     /// Ends the waits, because every page is present, and closes the descriptor in QEMU. After an error it must be
@@ -222,18 +213,14 @@ impl PostCopyReceiver {
     pub(super) fn end(&mut self, injector: &Injector, process: &Process) -> Result<(), PostCopyError> {
         self.hang_up();
         self.pages.placer().end()?;
-        close(&self.trace, injector, process)
+        close(&self.record, injector, process)
         // The file stays: an agent that starts before ACTIVE is in the journal learns from it that all pages have
         // arrived.
     }
 
     /// Ends the threads and the page stream. Waiting threads keep waiting.
     pub(super) fn hang_up(&mut self) {
-        self.stream.replace(None);
-        if let Some((end, thread)) = self.fault_reader.take() {
-            drop(end);
-            drop(thread.join());
-        }
+        self.requests.hang_up();
     }
 }
 
@@ -260,113 +247,6 @@ fn close(record: &MissingPagesRecord, injector: &Injector, process: &Process) ->
 /// Returns the ranges of all blocks: an agent that takes over need not know which of them have missing pages.
 fn ranges(regions: &[RamRegion]) -> Vec<AddressRange> {
     regions.iter().map(RamRegion::range).collect()
-}
-
-/// Requests pages that threads wait for, until the other end of `ended` is closed.
-fn read_faults(
-    pages: &MissingPages<PageFaultHandler>,
-    stream: &PageStream,
-    ended: &UnixStream,
-) -> Result<(), PageFaultError> {
-    let mut found = Vec::new();
-    while pages.placer().wait(ended, &mut found)? {
-        let (mut wanted, mut unresolved) = (Vec::new(), Vec::new());
-        for address in found.drain(..) {
-            match pages.handle_fault(address) {
-                Ok(page) => wanted.extend(page),
-                Err(PageFaultError::Ended) => return Ok(()),
-                Err(error) => {
-                    // The thread waits on, and its fault is reported again: there may be memory then.
-                    warn!(error = crate::chain(&error), "cannot request a page for a waiting thread");
-                    unresolved.push(address);
-                }
-            }
-        }
-        stream.ask(&wanted);
-        if !unresolved.is_empty() {
-            thread::sleep(RETRY_DELAY);
-            for address in unresolved {
-                pages.placer().report_again(address);
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Reason for the end of a page stream.
-#[derive(Debug, thiserror::Error)]
-enum PageError {
-    #[error("the page stream failed")]
-    Stream(#[from] TransportError),
-    #[error("received something other than a page on the page stream")]
-    Bad(#[from] BadMissingPages),
-    #[error("a page that block {block} does not have: {page}")]
-    Outside { block: u16, page: u64 },
-    #[error("a message instead of a page")]
-    Message,
-    #[error("cannot place a page")]
-    Ram(#[from] RamError),
-}
-
-/// Places the pages that arrive until the stream ends.
-fn place_all(
-    mut reader: Box<dyn MessageReceiver>,
-    writers: &[Box<dyn BlockWriter>],
-) -> Result<(), PageError> {
-    loop {
-        let Incoming::Blob(blob) = reader.recv(None)? else { return Err(PageError::Message) };
-        let (block, page, bytes) = decode_page(&blob)?;
-        let outside = PageError::Outside { block, page };
-        let Some(writer) = writers.get(usize::from(block)) else { return Err(outside) };
-        if page >= writer.bytes() / PAGE_BYTES {
-            return Err(outside);
-        }
-        let offset = page * PAGE_BYTES;
-        if bytes.is_empty() {
-            writer.drop_pages(offset..offset + PAGE_BYTES)?;
-        } else {
-            writer.write(offset, bytes)?;
-        }
-    }
-}
-
-/// The connection for page requests, if there is one.
-#[derive(Default)]
-struct PageStream(Mutex<Option<Connected>>);
-
-struct Connected {
-    writer: Box<dyn MessageSender>,
-    handle: Arc<dyn ConnectionHandle>,
-    /// The thread that places the pages that arrive.
-    placing: JoinHandle<()>,
-}
-
-impl PageStream {
-    /// Sends page requests; requests that are lost are sent again on the next connection.
-    fn ask(&self, wanted: &[PageRequest]) {
-        for pages in wanted.chunks(REQUESTED_PAGES) {
-            self.send(&Message::RequestPages { pages: pages.to_vec() });
-        }
-    }
-
-    /// Sends a message if there is a connection.
-    fn send(&self, message: &Message) {
-        let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(connected) = &mut *stream
-            && connected.writer.send(message).is_err()
-        {
-            connected.handle.shutdown();
-        }
-    }
-
-    /// Replaces the current connection, and waits until no more of its pages are placed.
-    fn replace(&self, new: Option<Connected>) {
-        let old = std::mem::replace(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner), new);
-        if let Some(Connected { handle, placing, .. }) = old {
-            handle.shutdown();
-            drop(placing.join());
-        }
-    }
 }
 
 #[cfg(test)]

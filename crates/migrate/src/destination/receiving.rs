@@ -147,7 +147,7 @@ impl PageReceiver {
     pub(crate) fn begin(&self, generation: Generation) -> std::io::Result<()> {
         self.lock().begin(generation);
         let expected = ExpectedStreams { bulk: self.streams, page_requests: self.has_page_stream };
-        let arrivals = self.context.transport.expect(&self.migration, generation, expected);
+        let arrivals = self.context.transport.connections.expect(&self.migration, generation, expected);
         // Streams that never come must not keep the guest's memory open after the end of the migration.
         let receiver = Arc::downgrade(&self.receiver);
         let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);

@@ -117,7 +117,8 @@ pub(super) enum ArrivalStage {
     Placing(Placing),
     /// All pages are present; the waits for them in QEMU have to end.
     Placed(Placed),
-    /// All pages that an agent before this one waited for are present, and the waits have ended.
+    /// All pages that an agent before this one waited for are present, and the waits have ended. Unlike in
+    /// [`Idle`](Self::Idle), it is not reported yet that post-copy is complete.
     FoundComplete,
     /// The copy is discarded; this is what the participants could not remove from this host.
     Discarded(Vec<Leftover>),

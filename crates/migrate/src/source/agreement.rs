@@ -1,11 +1,10 @@
 //! The agreement of both hosts about a migration.
 
 use engine::handover::MigrationTerms;
-use net::conntrack::TrackedConnection;
-use net::redirection::offer::RedirectedMove;
+use net::conntrack::ConntrackEntry;
+use net::redirection::offer::MigrationRef;
 use net::redirection::{Redirection, RedirectionOffer};
-use proto::message::{CopiedDisk, Proposal};
-use proto::packed::Codec;
+use proto::message::{Acceptance, Proposal};
 use serde_json::Value;
 
 /// The proposal, and what both hosts can do.
@@ -20,6 +19,23 @@ pub(super) struct Agreement {
     pub(super) redirection: Option<RedirectedGuest>,
     /// True while the destination's answer about its templates is not complete.
     pub(super) is_querying_templates: bool,
+}
+
+impl Agreement {
+    /// Returns the agreement with a destination that has answered this.
+    pub(super) fn with<'a>(&'a self, acceptance: &'a Acceptance) -> Agreed<'a> {
+        Agreed { proposal: self.proposal.as_ref(), acceptance, redirection: self.redirection.as_ref() }
+    }
+}
+
+/// Proposal and answer, as participants see them.
+pub(super) struct Agreed<'a> {
+    /// The proposal of the source.
+    pub(super) proposal: Option<&'a Proposal>,
+    /// The answer of the destination.
+    pub(super) acceptance: &'a Acceptance,
+    /// Redirection of the guest's connections, if it moves to another network.
+    pub(super) redirection: Option<&'a RedirectedGuest>,
 }
 
 /// Redirection of the connections of a guest that moves to another network.
@@ -47,7 +63,7 @@ impl RedirectedGuest {
         let offer: RedirectionOffer = serde_json::from_value(offered).map_err(unreadable)?;
         let redirection: Redirection = serde_json::from_value(answered).map_err(unreadable)?;
         let (name, epoch) = (terms.migration.to_string(), terms.epoch().0);
-        let of = RedirectedMove { migration: &name, epoch };
+        let of = MigrationRef { migration: &name, epoch };
         if offer.is_of(&redirection, of, terms.destination.as_str()) {
             Ok(Some(Self { offer, redirection }))
         } else {
@@ -55,30 +71,9 @@ impl RedirectedGuest {
         }
     }
 
-    /// Returns an entry of connection tracking as the destination needs it; none if the connection cannot go on.
-    pub(super) fn carried(&self, entry: &TrackedConnection) -> Option<TrackedConnection> {
+    /// Returns a conntrack entry as the destination needs it; none if the connection cannot go on.
+    pub(super) fn carried(&self, entry: &ConntrackEntry) -> Option<ConntrackEntry> {
         let from = self.offer.place.host.as_str();
-        net::redirection::onward::carried(entry, from, self.offer.former.as_ref(), &self.redirection)
+        net::redirection::next_move::carried(entry, from, self.offer.former.as_ref(), &self.redirection)
     }
-}
-
-/// Capabilities that a destination has accepted.
-#[derive(Debug)]
-pub(super) struct Capabilities {
-    /// Disks that are to be sent.
-    pub(super) copied: Vec<CopiedDisk>,
-    /// True if the destination accepts page references.
-    pub(super) references: bool,
-    /// Number of templates at the destination.
-    pub(super) templates: u16,
-    /// Codecs that both hosts know.
-    pub(super) codecs: Vec<Codec>,
-    /// True if the destination accepts deltas.
-    pub(super) deltas: bool,
-    /// True if the destination announces the guest's addresses, and measures its first frames.
-    pub(super) has_network: bool,
-    /// True if the destination accepts frames for the guest.
-    pub(super) takes_frames: bool,
-    /// True if the destination installs tracked connections of the guest.
-    pub(super) takes_flows: bool,
 }

@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::source::SourceEvent;
 use engine::session::{
-    MessageOrigin, NoticeContext, NoticeMeaning, PeerConnections, PhaseNotice, ReconnectStep, Reconnection,
-    SourceWait,
+    ConnectionFacts, NoticeContext, NoticeMeaning, ReconnectStep, Reconnection, SourceWait,
 };
 use link::transport::{BulkSettings, MessageSender, TransportError};
 use proto::Purpose;
@@ -70,7 +69,7 @@ impl SourceDriver {
         let timeouts = &self.context.config.timeouts;
         let give_up_after = Duration::from_millis(timeouts.give_up_after_ms);
         let (now, pause) = (self.clock.read(), self.retry());
-        let mut reconnection = Reconnection::begin(self.link_state(), give_up_after, pause, now);
+        let mut reconnection = Reconnection::begin(self.connection_facts(), give_up_after, pause, now);
         loop {
             match reconnection.next_step() {
                 ReconnectStep::AwaitReason(wait) => {
@@ -139,14 +138,14 @@ impl SourceDriver {
         send: impl FnOnce(&mut dyn MessageSender) -> Result<(), TransportError>,
     ) -> Result<(), Failure> {
         let Some(control) = &mut self.connections.control else { return Err(self.control_loss()) };
-        let link = control.link;
-        send(&mut *control.writer).map_err(|error| self.send_failure(link, doing, &error))
+        let connection_id = control.connection_id;
+        send(&mut *control.writer).map_err(|error| self.send_failure(connection_id, doing, &error))
     }
 
     /// Returns the failure behind a failed write. A connection that no longer accepts data has ended for its reading
     /// thread too, whose last notice is about to arrive. That notice is reported instead of the write's error, which
     /// may be only its consequence: of a peer's violation of the protocol, or of its last message.
-    fn send_failure(&mut self, link: u64, doing: &str, error: &TransportError) -> Failure {
+    fn send_failure(&mut self, connection_id: u64, doing: &str, error: &TransportError) -> Failure {
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         let silence = Instant::now() + patience;
         // While the guest is stopped, the write had a deadline, which holds for its error too.
@@ -155,7 +154,7 @@ impl SourceDriver {
         while let Some(notice) = self.inbox.wait(deadline) {
             match notice {
                 SourceNotice::Message { message: Message::Ping, .. } => {}
-                SourceNotice::Lost { link: lost, error: None } if lost == link => break,
+                SourceNotice::Lost { connection_id: lost, error: None } if lost == connection_id => break,
                 notice => {
                     if let Err(failure) = self.handle_notice(notice, SourceWait::Answer) {
                         return failure;
@@ -214,7 +213,7 @@ impl SourceDriver {
 
     /// Handles notices after a broken round: those that end the migration are reported instead of the cut, which may be
     /// only their consequence.
-    pub(super) fn handle_notices_or(&mut self, cause: &::memory::SendError) -> Result<(), Failure> {
+    pub(super) fn handle_notices_after_cut(&mut self, cause: &::memory::SendError) -> Result<(), Failure> {
         let connection = cause.is_connection() || matches!(cause, ::memory::SendError::Cancelled);
         while let Some(notice) = self.inbox.waiting() {
             let _: ControlFlow<_> = self.handle_notice(notice, SourceWait::Link)?;
@@ -223,16 +222,16 @@ impl SourceDriver {
     }
 
     /// Returns the state of the connections.
-    pub(super) fn link_state(&self) -> PeerConnections {
-        PeerConnections {
+    pub(super) fn connection_facts(&self) -> ConnectionFacts {
+        ConnectionFacts {
             has_control: self.connections.control.is_some(),
             generation: self.connections.generation,
         }
     }
 
-    /// Returns true if `link` is the present control connection.
-    pub(super) fn is_control(&self, link: u64) -> bool {
-        self.connections.control.as_ref().is_some_and(|control| control.link == link)
+    /// Returns true if `connection_id` is the present control connection.
+    pub(super) fn is_control(&self, connection_id: u64) -> bool {
+        self.connections.control.as_ref().is_some_and(|control| control.connection_id == connection_id)
     }
 
     /// Handles a notice during the phases. Breaks when the wait is over; with the message if that is the answer that
@@ -244,7 +243,12 @@ impl SourceDriver {
     ) -> Result<ControlFlow<Option<Message>>, Failure> {
         match (self.meaning(&notice, wait), notice) {
             (NoticeMeaning::Nothing, SourceNotice::OfferEnded) => self.registry.is_offering = false,
-            (NoticeMeaning::Ping, _) => self.send_message(&Message::Pong)?,
+            (NoticeMeaning::Ping, _) => {
+                // If that fails, the reading thread reports the loss of the connection, which may be no end.
+                if let Some(control) = &mut self.connections.control {
+                    drop(control.writer.send(&Message::Pong));
+                }
+            }
             (NoticeMeaning::Answer, SourceNotice::Message { message, .. }) => {
                 return Ok(ControlFlow::Break(Some(message)));
             }
@@ -276,24 +280,7 @@ impl SourceDriver {
             generation: self.connections.generation,
             is_querying_templates: self.agreement.is_querying_templates,
         };
-        let notice = match notice {
-            SourceNotice::Message { link, message } => {
-                let origin = match link {
-                    Some(link) if self.is_control(*link) => MessageOrigin::Control,
-                    Some(_) => MessageOrigin::Replaced,
-                    None => MessageOrigin::Destination,
-                };
-                PhaseNotice::Message { origin, message }
-            }
-            SourceNotice::Asked { epoch, .. } => PhaseNotice::Asked { epoch: *epoch },
-            SourceNotice::Lost { link, .. } => PhaseNotice::Lost { is_control: self.is_control(*link) },
-            SourceNotice::ServingEnded { generation, .. } => {
-                PhaseNotice::ServingEnded { generation: *generation }
-            }
-            SourceNotice::OfferEnded => PhaseNotice::OfferEnded,
-            SourceNotice::Event(event) => PhaseNotice::Event(event),
-        };
-        self.session.meaning(notice, facts)
+        self.session.meaning(notice.in_phases(|connection_id| self.is_control(connection_id)), facts)
     }
 
     /// Returns the reason for users, of a notice that ends the migration.

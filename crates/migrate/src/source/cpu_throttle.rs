@@ -18,15 +18,21 @@ use host::{DismissOnDrop, SourceVm, ThrottleGuard, VmError};
 pub(crate) struct CpuThrottle {
     process: Process,
     threads: Vec<u32>,
-    limit: CpuLimit,
-    /// Guard that lifts the limit if this process ends. It follows `limit`: it is dismissed after the limit is lifted.
-    _guard: DismissOnDrop,
+    guarded: GuardedLimit<CpuLimit, DismissOnDrop>,
     policy: TracedPolicy<CpuThrottlePolicy>,
     /// CPU time of each processor at the last sample, and the sample's time.
     last: Option<(Vec<Duration>, Instant)>,
-    drained: SendingRate,
+    sending_rate: SendingRate,
     /// Limit of each processor, in microseconds per second; none if unlimited.
     us_per_s: Option<u64>,
+}
+
+/// A limit, and the guard that lifts it if this process ends. Dropping them lifts the limit and dismisses the guard, in
+/// the order of the fields: if the process ended in between, no guard would be left.
+#[derive(Debug)]
+struct GuardedLimit<L, G> {
+    limit: L,
+    _guard: G,
 }
 
 /// Error of throttling processors.
@@ -62,11 +68,10 @@ impl CpuThrottle {
         Ok(Self {
             process,
             threads,
-            limit,
-            _guard: DismissOnDrop(Some(guard)),
+            guarded: GuardedLimit { limit, _guard: DismissOnDrop(Some(guard)) },
             policy: TracedPolicy::new(CpuThrottlePolicy::default()),
             last: None,
-            drained: SendingRate::default(),
+            sending_rate: SendingRate::default(),
             us_per_s: None,
         })
     }
@@ -93,7 +98,7 @@ impl CpuThrottle {
         if us_per_s == self.us_per_s {
             return Ok(None);
         }
-        self.limit.set(us_per_s)?;
+        self.guarded.limit.set(us_per_s)?;
         let before = std::mem::replace(&mut self.us_per_s, us_per_s);
         let is_slower = us_per_s.unwrap_or(u64::MAX) < before.unwrap_or(u64::MAX);
         Ok(Some(LimitChange { percent: self.policy.policy().percent(), is_slower }))
@@ -102,12 +107,12 @@ impl CpuThrottle {
     /// Returns the CPU time since the last call, with the rates of the round; none as long as they are not known.
     fn measure_use(&mut self, round: &RoundObservation) -> Result<Option<CpuObservation>, CpuThrottleError> {
         let pages = round.pages_sent.saturating_sub(round.empty_pages);
-        self.drained.learn(pages, round.reduced_pages, round.duration_ns / 1000);
+        self.sending_rate.learn(pages, round.reduced_pages, round.duration_ns / 1000);
         let ran = self.threads.iter().map(|thread| self.process.thread_cpu_time(*thread));
         let ran = ran.collect::<Result<Vec<_>, _>>()?;
         let now = Instant::now();
         let Some((ran_before, then)) = self.last.replace((ran.clone(), now)) else { return Ok(None) };
-        let Some(drained_bytes_per_s) = self.drained.bytes_per_s() else { return Ok(None) };
+        let Some(sent_bytes_per_s) = self.sending_rate.bytes_per_s() else { return Ok(None) };
         let since_s = (now - then).as_secs_f64().max(1e-6);
         let used_us_per_s = ran.iter().zip(&ran_before).map(|(ran, before)| {
             let used_s = ran.saturating_sub(*before).as_secs_f64();
@@ -117,14 +122,14 @@ impl CpuThrottle {
             used_us_per_s: used_us_per_s.collect(),
             // Slower processors write less to disks, too, but those have a throttle of their own.
             dirtied_bytes_per_s: round.without_must_precopy().dirty_rate_bytes_per_s(),
-            drained_bytes_per_s,
+            sent_bytes_per_s,
         }))
     }
 
     /// Lifts the limit until the next sample but one: because nothing is sent, or because a processor that waits for
     /// its share does not notice that it is to stop.
     pub(crate) fn lift(&mut self) -> Result<(), CpuThrottleError> {
-        self.limit.set(None)?;
+        self.guarded.limit.set(None)?;
         (self.us_per_s, self.last) = (None, None);
         self.policy.reset();
         Ok(())
@@ -138,4 +143,27 @@ pub(crate) struct LimitChange {
     pub(crate) percent: u64,
     /// True if that is less than before.
     pub(crate) is_slower: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    /// Records its end.
+    struct Part<'a>(&'static str, &'a RefCell<Vec<&'static str>>);
+
+    impl Drop for Part<'_> {
+        fn drop(&mut self) {
+            self.1.borrow_mut().push(self.0);
+        }
+    }
+
+    #[test]
+    fn the_guard_outlives_the_limit() {
+        let ends = RefCell::new(Vec::new());
+        drop(GuardedLimit { limit: Part("limit", &ends), _guard: Part("guard", &ends) });
+        assert_eq!(ends.into_inner(), ["limit", "guard"]);
+    }
 }

@@ -8,7 +8,6 @@ use engine::handover::source::{SourceReport, SourceState};
 use tracing::{error, info, warn};
 
 use super::inbox::SourceNotice;
-use super::participants::Undo;
 use super::stages::{Committed, SourceStage};
 use super::{SourceDetails, SourceDriver, reports, wording};
 use api::progress::{Phase, Standing};
@@ -50,9 +49,9 @@ impl SourceDriver {
         self.telemetry.update(|progress| reports.show(report, text, reason, progress));
     }
 
-    /// Ends a settled migration: last journal entries, report, final progress.
+    /// Finishes a migration that is over: last journal entries, report, final progress.
     pub(super) fn end(&mut self) {
-        let sent = self.resources.stage.settle();
+        let sent = self.resources.stage.finish();
         let references = sent.as_ref().and_then(Committed::references);
         self.telemetry.follow(None);
         self.await_abort_read();
@@ -124,7 +123,8 @@ impl SourceDriver {
     fn await_last_messages(&mut self) -> bool {
         let mut has_arrived = false;
         let is_expected = self.reporter.stop_clock.measured.total_us > 0;
-        let Some(control) = self.connections.control.as_ref().filter(|_| is_expected).map(|it| it.link)
+        let Some(control) =
+            self.connections.control.as_ref().filter(|_| is_expected).map(|it| it.connection_id)
         else {
             return has_arrived;
         };
@@ -136,7 +136,7 @@ impl SourceDriver {
                     self.resources.participants.learn(&message);
                     has_arrived = true;
                 }
-                Some(SourceNotice::Lost { link, .. }) if link == control => break,
+                Some(SourceNotice::Lost { connection_id, .. }) if connection_id == control => break,
                 Some(_) => {}
                 None => break,
             }
@@ -165,21 +165,24 @@ impl SourceDriver {
         if *self.session.state() == SourceState::Idle { Ok(()) } else { journal.close(id) }
     }
 
-    /// Undoes again what could not be undone, for as long as a slow QEMU may need to answer. After that a user has to
-    /// know.
-    fn finish_undoing(&mut self) {
+    /// Undoes again what could not be undone, for as long as a slow QEMU may need to answer; what the kernel has to
+    /// confirm is undone without a QEMU, too. After that a user has to know.
+    pub(super) fn finish_undoing(&mut self) {
         let until = Instant::now() + Duration::from_millis(self.context.config.timeouts.qmp_ms);
-        while self.resources.stage.undone() != Undo::Done && Instant::now() < until {
+        while !self.resources.stage.remaining().is_empty() && Instant::now() < until {
             thread::sleep(self.retry());
-            let Some(vm) = self.resources.vm.as_mut().filter(|vm| vm.is_alive()) else { return };
-            let undone = self.resources.participants.undo(Some(vm));
-            self.resources.stage = SourceStage::Undone(undone);
+            let vm = self.resources.vm.as_mut().filter(|vm| vm.is_alive());
+            let remaining = self.resources.participants.undo(vm);
+            self.resources.stage = SourceStage::Undone(remaining);
         }
-        let Undo::Retry(text) = self.resources.stage.undone() else { return };
+        let text = self.resources.stage.remaining().join("; ");
+        if text.is_empty() {
+            return;
+        }
         warn!(migration = %self.terms.migration, text);
         self.telemetry.update(|progress| {
             let before = progress.message.take().map_or_else(String::new, |before| before + "; ");
-            progress.message = Some(before + text);
+            progress.message = Some(before + &text);
         });
     }
 
@@ -188,7 +191,8 @@ impl SourceDriver {
         let Some(aborted_control) = self.connections.aborted_control.take() else { return };
         let until = Instant::now() + self.retry();
         while let Some(notice) = self.inbox.wait(until) {
-            if matches!(notice, SourceNotice::Lost { link, .. } if link == aborted_control.link) {
+            if matches!(notice, SourceNotice::Lost { connection_id, .. } if connection_id == aborted_control.connection_id)
+            {
                 return;
             }
         }

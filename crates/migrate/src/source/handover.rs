@@ -1,4 +1,4 @@
-//! The source's half of the handover: the loop that handles events until the handover is settled.
+//! The source's half of the handover: the loop that handles events until the handover is over.
 //!
 //! The effects that the engine demands are in [`effects`], the messages to and from the destination in [`peer`].
 
@@ -41,7 +41,7 @@ impl SourceDriver {
             }
         };
         self.phases_ended(&event);
-        self.settle()
+        self.run_to_end()
     }
 
     /// Returns the VM's end as the failure if the VM has ended: it often causes a local failure a moment before it is
@@ -63,7 +63,7 @@ impl SourceDriver {
     pub fn give_up(mut self, reason: &str) {
         self.record_reason(reason);
         self.take(&SourceEvent::Failed);
-        self.settle();
+        self.run_to_end();
     }
 
     /// Attaches the QEMU that an agent before this one was moving; returns its state.
@@ -77,29 +77,29 @@ impl SourceDriver {
     /// Records that the QEMU that an agent before this one was moving is gone, and if the destination may have all of
     /// its guest. Unless this host was rebooted, the journal has COMMITTED if it was ever written.
     pub fn found_gone(&mut self, found: QemuAtStart, details: Option<&SourceDetails>) -> QemuAtStart {
-        let has_no_remaining_pages = details.is_none_or(|details| details.later.is_none());
+        let has_no_remaining_pages = details.is_none_or(|details| details.post_copied_regions.is_none());
         self.session.set_may_have_all(found != QemuAtStart::Gone || has_no_remaining_pages);
         found
     }
 
-    /// Continues a migration that an agent before this one left behind.
+    /// Continues a migration of an agent before this one.
     pub fn run_on(mut self, found: QemuAtStart) -> SourceState {
         if self.session.precedes_commit() {
             self.record_reason("the source's agent was restarted during the migration");
         }
         self.take(&SourceEvent::Restarted(found));
         self.take_next(self.session.after_restart());
-        self.settle()
+        self.run_to_end()
     }
 
     /// Handles events until the handover is over.
-    fn settle(mut self) -> SourceState {
+    fn run_to_end(mut self) -> SourceState {
         let retry = self.retry();
-        self.session.begin_turns(self.clock.read(), retry);
+        self.session.begin_steps(self.clock.read(), retry);
         loop {
-            // Each turn does one thing, at one time.
+            // Each step does one thing, at one time.
             let now = self.clock.read();
-            match self.session.next_turn(now) {
+            match self.session.next_step(now) {
                 DriverStep::Handle(event) => self.take(&event),
                 DriverStep::End => break,
                 DriverStep::Repeat => {
@@ -137,7 +137,7 @@ impl SourceDriver {
     /// Handles a notice once the phases are over.
     pub(super) fn notice(&mut self, notice: SourceNotice) {
         match notice {
-            SourceNotice::Message { link, message } => self.message(link, message),
+            SourceNotice::Message { connection_id, message } => self.message(connection_id, message),
             SourceNotice::Asked { epoch, reply } => {
                 self.session.record_contact(self.clock.now());
                 self.asked(epoch, reply);
@@ -156,8 +156,8 @@ impl SourceDriver {
                 }
                 self.take(&event);
             }
-            SourceNotice::Lost { link, error } => {
-                if self.is_control(link) {
+            SourceNotice::Lost { connection_id, error } => {
+                if self.is_control(connection_id) {
                     self.control_lost(error.unwrap_or_else(|| "the control stream was closed".to_owned()));
                 }
             }

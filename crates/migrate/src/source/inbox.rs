@@ -1,12 +1,13 @@
 //! All outside events of a migration, in one queue.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{self, Receiver, SyncSender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ::memory::SenderHandle;
 use engine::handover::source::SourceEvent;
+use engine::session::{InterruptContext, MessageOrigin, PhaseNotice, interrupts_round};
 use proto::{Epoch, Generation, Message};
 
 /// Maximum number of notices in the queue. Further senders wait.
@@ -30,7 +31,7 @@ pub enum SourceNotice {
     /// A message from the destination.
     Message {
         /// Number of the connection, counted by the inbox; none for a connection that the destination opened.
-        link: Option<u64>,
+        connection_id: Option<u64>,
         /// The message.
         message: Message,
     },
@@ -46,30 +47,72 @@ pub enum SourceNotice {
     /// The end of a connection to the destination.
     Lost {
         /// Number of the connection.
-        link: u64,
+        connection_id: u64,
         /// Cause; none if the source ended the connection.
         error: Option<String>,
     },
 }
 
-/// Sending half of the inbox. A notice interrupts a round that is being sent.
+impl SourceNotice {
+    /// Returns the notice as decisions before the handover see it. `is_control` is true for the number of the control
+    /// connection.
+    pub(super) fn in_phases(&self, is_control: impl Fn(u64) -> bool) -> PhaseNotice<'_> {
+        match self {
+            Self::Message { connection_id, message } => {
+                let origin = match connection_id {
+                    Some(connection_id) if is_control(*connection_id) => MessageOrigin::Control,
+                    Some(_) => MessageOrigin::Replaced,
+                    None => MessageOrigin::Destination,
+                };
+                PhaseNotice::Message { origin, message }
+            }
+            Self::Asked { epoch, .. } => PhaseNotice::Asked { epoch: *epoch },
+            Self::Lost { connection_id, .. } => PhaseNotice::Lost { is_control: is_control(*connection_id) },
+            Self::ServingEnded { generation, .. } => PhaseNotice::ServingEnded { generation: *generation },
+            Self::OfferEnded => PhaseNotice::OfferEnded,
+            Self::Event(event) => PhaseNotice::Event(event),
+        }
+    }
+}
+
+/// Sending half of the inbox. A notice interrupts a round that is being sent, if it ends the round.
 #[derive(Clone, Debug)]
 pub struct SourceMailbox {
     notices: SyncSender<SourceNotice>,
-    round: Arc<Mutex<Option<SenderHandle>>>,
-    links: Arc<AtomicU64>,
+    round: Arc<Mutex<Option<InterruptibleRounds>>>,
+    connection_count: Arc<AtomicU64>,
+}
+
+/// Sender whose rounds notices may interrupt.
+#[derive(Debug)]
+struct InterruptibleRounds {
+    sender: SenderHandle,
+    facts: InterruptContext,
+}
+
+/// Result of an attempt to put a notice into the queue.
+enum PutResult {
+    Done,
+    /// The queue has no room for this notice.
+    Full(Box<SourceNotice>),
+    NoInbox,
 }
 
 impl SourceMailbox {
     /// Puts a notice into the queue. Returns true if the inbox still exists.
     pub fn put(&self, notice: SourceNotice) -> bool {
-        let interrupts = self.interrupts(&notice);
-        let there = self.notices.send(notice).is_ok();
-        if interrupts && let Some(round) = self.round.lock().unwrap_or_else(PoisonError::into_inner).as_ref()
-        {
-            round.cancel();
+        match self.try_to_put(notice) {
+            PutResult::Done => true,
+            PutResult::NoInbox => false,
+            PutResult::Full(notice) => {
+                let interrupts = self.interrupts(&notice);
+                let there = self.notices.send(*notice).is_ok();
+                if interrupts && let Some(round) = lock(&self.round).as_ref() {
+                    round.sender.cancel();
+                }
+                there
+            }
         }
-        there
     }
 
     /// Returns the function that puts the notice of QEMU's exit into the queue.
@@ -81,39 +124,41 @@ impl SourceMailbox {
 
     /// Puts a notice into the queue unless the queue is full. For threads that the driver may be waiting for.
     pub(crate) fn try_put(&self, notice: SourceNotice) {
-        let interrupts = self.interrupts(&notice);
-        if self.notices.try_send(notice).is_ok()
-            && interrupts
-            && let Some(round) = self.round.lock().unwrap_or_else(PoisonError::into_inner).as_ref()
-        {
-            round.cancel();
+        drop(self.try_to_put(notice));
+    }
+
+    /// Puts a notice into the queue unless the queue is full, and interrupts the rounds that are sent at this moment: a
+    /// driver that handles the notice at once cannot begin other rounds before that, which would be interrupted instead.
+    fn try_to_put(&self, notice: SourceNotice) -> PutResult {
+        let round = lock(&self.round);
+        let interrupted = round.as_ref().filter(|round| self.ends(&notice, round.facts));
+        match self.notices.try_send(notice) {
+            Ok(()) => {
+                if let Some(round) = interrupted {
+                    round.sender.cancel();
+                }
+                PutResult::Done
+            }
+            Err(TrySendError::Full(notice)) => PutResult::Full(Box::new(notice)),
+            Err(TrySendError::Disconnected(_)) => PutResult::NoInbox,
         }
     }
 
+    /// Returns true if a notice interrupts the present rounds.
     fn interrupts(&self, notice: &SourceNotice) -> bool {
-        interrupts(self.links.load(Ordering::Acquire), notice)
+        lock(&self.round).as_ref().is_some_and(|round| self.ends(notice, round.facts))
+    }
+
+    /// Returns true if a notice ends a round of which these are the facts. A connection that was replaced by the newest
+    /// one does not count.
+    fn ends(&self, notice: &SourceNotice, facts: InterruptContext) -> bool {
+        let newest = self.connection_count.load(Ordering::Acquire);
+        interrupts_round(notice.in_phases(|connection_id| connection_id == newest), facts)
     }
 }
 
-/// Returns true if a round has to end for this notice. A connection that was replaced by the newest one does not count.
-fn interrupts(newest_link: u64, notice: &SourceNotice) -> bool {
-    match notice {
-        // Answers about templates arrive before the first round, or late, and then they are useless. The driver waits
-        // for the answers to discards between two rounds.
-        SourceNotice::Message {
-            message: Message::Ping | Message::Pong | Message::TemplatePages { .. } | Message::Discarded { .. },
-            ..
-        }
-        | SourceNotice::OfferEnded
-        | SourceNotice::Event(SourceEvent::Repeat) => false,
-        SourceNotice::Message { link: Some(link), .. } | SourceNotice::Lost { link, .. } => {
-            *link == newest_link
-        }
-        SourceNotice::Message { link: None, .. }
-        | SourceNotice::Event(_)
-        | SourceNotice::Asked { .. }
-        | SourceNotice::ServingEnded { .. } => true,
-    }
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Receiving half of the inbox.
@@ -135,7 +180,11 @@ impl SourceInbox {
         let (sender, notices) = mpsc::sync_channel(QUEUE_LENGTH);
         Self {
             notices,
-            mailbox: SourceMailbox { notices: sender, round: Arc::default(), links: Arc::default() },
+            mailbox: SourceMailbox {
+                notices: sender,
+                round: Arc::default(),
+                connection_count: Arc::default(),
+            },
         }
     }
 
@@ -145,14 +194,26 @@ impl SourceInbox {
     }
 
     /// Returns a number for a connection that replaces all earlier ones.
-    pub(crate) fn next_link(&self) -> u64 {
-        self.mailbox.links.fetch_add(1, Ordering::AcqRel) + 1
+    pub(crate) fn next_connection_id(&self) -> u64 {
+        self.mailbox.connection_count.fetch_add(1, Ordering::AcqRel) + 1
     }
 
     /// Lets notices interrupt this sender's rounds from now on. Notices that arrived before are found by
     /// [`SourceInbox::waiting`], which the caller must therefore call after this.
-    pub(crate) fn interrupts(&self, round: Option<SenderHandle>) {
-        *self.mailbox.round.lock().unwrap_or_else(PoisonError::into_inner) = round;
+    pub(crate) fn interrupt_rounds(&self, sender: SenderHandle, facts: InterruptContext) {
+        *lock(&self.mailbox.round) = Some(InterruptibleRounds { sender, facts });
+    }
+
+    /// Lets notices interrupt no rounds from now on.
+    pub(crate) fn interrupt_nothing(&self) {
+        *lock(&self.mailbox.round) = None;
+    }
+
+    /// Lets notices interrupt only what they end while the guest is stopped.
+    pub(crate) fn guest_stops(&self) {
+        if let Some(round) = lock(&self.mailbox.round).as_mut() {
+            round.facts.is_stopped = true;
+        }
     }
 
     /// Returns a notice that is already in the queue.
@@ -172,44 +233,28 @@ impl SourceInbox {
 mod tests {
     use super::*;
 
-    #[test]
-    fn only_notices_that_end_a_round_interrupt_it() {
-        let (old, newest) = (1, 2);
-        let message = |link, message| SourceNotice::Message { link, message };
-        let lost = |link| SourceNotice::Lost { link, error: None };
-        let refused = || Message::Refused { epoch: Epoch(1), reason: String::new() };
-        let template_pages = Message::TemplatePages { template: 0, runs: vec![], last: true };
-        let ended = SourceNotice::ServingEnded { generation: Generation(1), error: None };
-        let asked = SourceNotice::Asked { epoch: Epoch(1), reply: mpsc::sync_channel(1).0 };
-        let table = [
-            (message(Some(newest), Message::Ping), false),
-            (message(Some(newest), Message::Pong), false),
-            (message(Some(newest), template_pages), false),
-            (message(Some(newest), Message::Discarded { duration_us: 0 }), false),
-            (SourceNotice::Event(SourceEvent::Repeat), false),
-            (SourceNotice::OfferEnded, false),
-            (message(Some(old), refused()), false),
-            (lost(old), false),
-            (message(Some(newest), refused()), true),
-            (lost(newest), true),
-            (message(None, refused()), true),
-            (SourceNotice::Event(SourceEvent::Cancel), true),
-            (SourceNotice::Event(SourceEvent::QemuDied), true),
-            (ended, true),
-            (asked, true),
-        ];
-        for (notice, expected) in table {
-            assert_eq!(interrupts(newest, &notice), expected, "{notice:?}");
-        }
-    }
+    const FACTS: InterruptContext =
+        InterruptContext { epoch: Epoch(1), generation: Generation(1), is_stopped: false };
 
     #[test]
     fn the_next_connection_replaces_all_earlier_ones() {
         let inbox = SourceInbox::new();
         let mailbox = inbox.mailbox();
-        let (old, new) = (inbox.next_link(), inbox.next_link());
-        for (link, interrupts) in [(old, false), (new, true)] {
-            assert_eq!(mailbox.interrupts(&SourceNotice::Lost { link, error: None }), interrupts);
+        let (old, new) = (inbox.next_connection_id(), inbox.next_connection_id());
+        for (connection_id, ends) in [(old, false), (new, true)] {
+            assert_eq!(mailbox.ends(&SourceNotice::Lost { connection_id, error: None }, FACTS), ends);
+        }
+    }
+
+    /// A round that is cut for it would be taken for a lost link, which ends the migration of a stopped guest.
+    #[test]
+    fn a_question_that_ends_nothing_interrupts_no_round() {
+        let mailbox = SourceInbox::new().mailbox();
+        for (epoch, is_stopped, ends) in
+            [(1, false, true), (1, true, false), (2, false, false), (2, true, false)]
+        {
+            let asked = SourceNotice::Asked { epoch: Epoch(epoch), reply: mpsc::sync_channel(1).0 };
+            assert_eq!(mailbox.ends(&asked, InterruptContext { is_stopped, ..FACTS }), ends);
         }
     }
 }

@@ -15,7 +15,8 @@
 //! ready          the destination has everything, and is about to receive HELD
 //! commit         COMMITTED is in the journal: the destination may run the guest
 //! undo           the guest continues here; all that was changed on this host is changed back
-//! finish         the guest runs at the destination, and its QEMU here has ended
+//! running        the guest runs at the destination; its QEMU here may still have pages to send
+//! finish         its QEMU here has ended
 //! learn          a message of the destination's participants has arrived
 //! ```
 //!
@@ -26,8 +27,9 @@
 //! Participants undo in the reverse order of the list: what holds the guest's frames, which runs again, goes first.
 
 mod disks;
+mod dns_records;
+mod log;
 mod memory;
-mod names;
 mod network;
 mod redirection;
 #[cfg(test)]
@@ -36,17 +38,16 @@ pub(super) mod tests;
 use std::ops::Range;
 use std::sync::Arc;
 
-use ::memory::{
-    BlockReader, DirtyLog, DirtyLogError, OwedPages, PageSet, Reductions, RoundStats, ScanError, ScanStats,
-};
+use ::memory::{BlockReader, DirtyLog, OwedPages, PageSet, Reductions, RoundStats, ScanError, ScanStats};
 use engine::handover::MigrationTerms;
 use engine::handover::source::SourceEvent;
 use proto::limits::PAGE_BYTES;
-use proto::message::{CopiedDisk, Message, Proposal};
+use proto::message::Message;
 use qemu::qmp::Qmp;
 
+use self::log::{Log, no_room};
 use super::MigrationControls;
-use super::agreement::RedirectedGuest;
+use super::agreement::Agreed;
 use super::failure::Failure;
 use super::payload::Payload;
 use super::telemetry::ShownBlock;
@@ -66,7 +67,7 @@ pub(super) trait Participant: Send {
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure>;
 
     /// Performs the next step of the preparation, which is short.
-    fn prepare(&mut self, vm: &mut SourceVm, reductions: &Reductions) -> Result<Preparation, Failure>;
+    fn prepare(&mut self, vm: &mut SourceVm, reductions: &Reductions) -> Result<PrepareProgress, Failure>;
 
     /// Returns the blocks of pages to send, once and in a fixed order. Participants that are sent first are prepared by
     /// then.
@@ -97,7 +98,7 @@ pub(super) trait Participant: Send {
     fn message(&mut self) -> Option<Message>;
 
     /// Acts once the guest has stopped, before its devices are saved; adds the last pages that QEMU has to report.
-    fn freeze(&mut self, vm: &mut SourceVm, stop: StopKind, into: &mut [PageSet]) -> Result<(), Failure>;
+    fn freeze(&mut self, vm: &mut SourceVm, stop: Comparison, into: &mut [PageSet]) -> Result<(), Failure>;
 
     /// Adds the hashes of a stopped guest's blocks, whose first has the number `first_block`. Everything is read anew,
     /// by a path that shares nothing with the one that sent it. `left_out` are pages that are zeros at the destination.
@@ -117,7 +118,11 @@ pub(super) trait Participant: Send {
 
     /// Undoes all that was changed on this host, by this agent or by one before it; `vm` is absent if its QEMU is gone.
     /// A guest that is to run runs already. Is called again if it has to be.
-    fn undo(&mut self, vm: Option<&mut SourceVm>) -> Undo;
+    fn undo(&mut self, vm: Option<&mut SourceVm>) -> UndoResult;
+
+    /// Acts as soon as it is known that the guest runs at the destination, before the end of QEMU, which may have pages to
+    /// send. May be called again, or never.
+    fn running(&mut self);
 
     /// Acts after the end of QEMU, whose guest runs at the destination.
     fn finish(&mut self);
@@ -142,22 +147,6 @@ pub(super) struct Profile {
     pub(super) irreversible: Option<&'static str>,
 }
 
-/// Agreement between both hosts.
-pub(super) struct Agreed<'a> {
-    /// The proposal of the source.
-    pub(super) proposal: Option<&'a Proposal>,
-    /// Disks that are to be copied.
-    pub(super) copied: &'a [CopiedDisk],
-    /// True if the destination announces the guest's addresses, and measures its first frames.
-    pub(super) has_network: bool,
-    /// True if the destination accepts frames that are held for the guest.
-    pub(super) takes_frames: bool,
-    /// True if the destination installs tracked connections of the guest.
-    pub(super) takes_flows: bool,
-    /// Redirection of the guest's connections, if it moves to another network.
-    pub(super) redirection: Option<&'a RedirectedGuest>,
-}
-
 /// A block of pages to send.
 pub(super) struct Block {
     pub(super) reader: Box<dyn BlockReader>,
@@ -167,7 +156,7 @@ pub(super) struct Block {
 
 /// Result of a step of the preparation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Preparation {
+pub(super) enum PrepareProgress {
     /// More steps remain.
     Unfinished,
     /// The participant is prepared.
@@ -176,7 +165,7 @@ pub(super) enum Preparation {
 
 /// Kind of the guest's stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum StopKind {
+pub(super) enum Comparison {
     /// Both sides are compared after the last round.
     Compared,
     /// They are not compared.
@@ -185,7 +174,7 @@ pub(super) enum StopKind {
 
 /// Result of undoing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Undo {
+pub(super) enum UndoResult {
     /// Nothing remains.
     Done,
     /// It has to be tried again; the text is for users, in case that it never succeeds.
@@ -198,6 +187,8 @@ pub(super) struct Environment {
     pub(super) context: Arc<Context>,
     pub(super) terms: MigrationTerms,
     pub(super) controls: Arc<MigrationControls>,
+    /// True if an agent before this one began the migration.
+    pub(super) is_resumed: bool,
 }
 
 /// Returns the participants of a VM's migration, in the order of their blocks.
@@ -207,9 +198,9 @@ pub(super) fn of_a_vm(environment: &Environment) -> Participants {
         vec![
             Box::new(memory::Memory::new(environment)),
             Box::new(disks::Disks::new(environment)),
-            Box::new(redirection::Redirecting::new(environment)),
+            Box::new(redirection::LeavingRedirection::new(environment)),
             Box::new(network::Network::new(environment)),
-            Box::new(names::Names::new(environment)),
+            Box::new(dns_records::DnsRecords::new(environment)),
         ],
     )
 }
@@ -270,7 +261,7 @@ impl Participants {
     /// Prepares the participants that are sent first, and opens the blocks of all.
     pub(super) fn open(&mut self, vm: &mut SourceVm) -> Result<Payload, Failure> {
         for member in self.members.iter_mut().filter(|member| member.profile.is_sent_first) {
-            while member.participant.prepare(vm, &Reductions::default())? == Preparation::Unfinished {}
+            while member.participant.prepare(vm, &Reductions::default())? == PrepareProgress::Unfinished {}
             member.is_prepared = true;
         }
         self.reach("prepare-first");
@@ -301,16 +292,16 @@ impl Participants {
         vm: &mut SourceVm,
         reductions: &Reductions,
         owed: &mut OwedPages,
-    ) -> Result<Preparation, Failure> {
+    ) -> Result<PrepareProgress, Failure> {
         let Some(member) = self.members.iter_mut().find(|member| !member.is_prepared) else {
             self.reach("prepare");
-            return Ok(Preparation::Done);
+            return Ok(PrepareProgress::Done);
         };
-        if member.participant.prepare(vm, reductions)? == Preparation::Done {
+        if member.participant.prepare(vm, reductions)? == PrepareProgress::Done {
             member.is_prepared = true;
             owed.add_pages(member.blocks.start, &member.first);
         }
-        Ok(Preparation::Unfinished)
+        Ok(PrepareProgress::Unfinished)
     }
 
     /// Returns true if a participant is sent first, alone, before all are prepared.
@@ -396,7 +387,7 @@ impl Participants {
     pub(super) fn freeze(
         &mut self,
         vm: &mut SourceVm,
-        stop: StopKind,
+        stop: Comparison,
         owed: &mut OwedPages,
     ) -> Result<(), Failure> {
         for member in &mut self.members {
@@ -432,17 +423,23 @@ impl Participants {
     }
 
     /// Undoes all that was changed on this host, in the reverse order. All participants undo, whatever one of them
-    /// returns.
-    pub(super) fn undo(&mut self, mut vm: Option<&mut SourceVm>) -> Undo {
-        let mut all = Undo::Done;
+    /// returns. Returns what remains, for users; it has to be undone again.
+    pub(super) fn undo(&mut self, mut vm: Option<&mut SourceVm>) -> Vec<&'static str> {
+        let mut remaining = Vec::new();
         for member in self.members.iter_mut().rev() {
             member.is_prepared = false;
-            if let retry @ Undo::Retry(_) = member.participant.undo(vm.as_deref_mut()) {
-                all = retry;
+            if let UndoResult::Retry(text) = member.participant.undo(vm.as_deref_mut()) {
+                remaining.push(text);
             }
         }
         self.reach("undo");
-        all
+        remaining
+    }
+
+    /// Acts once the guest runs at the destination.
+    pub(super) fn running(&mut self) {
+        self.members.iter_mut().for_each(|member| member.participant.running());
+        self.reach("running");
     }
 
     /// Acts after the end of QEMU.
@@ -470,31 +467,5 @@ impl Participants {
         for Member { profile, .. } in &self.members {
             self.faults.reach(|| format!("source/{}/{step}", profile.name));
         }
-    }
-}
-
-/// Returns the error of a participant for whose blocks there are no sets of pages. Its log would lose pages.
-fn no_room(name: &str) -> ScanError {
-    let error = "there is no room for the pages of its blocks; please report this";
-    ScanError { block: name.to_owned(), source: DirtyLogError::Disk(error.into()) }
-}
-
-/// Combined dirty log of the participants.
-struct Log<'a> {
-    members: &'a mut [Member],
-    qmp: Option<&'a mut Qmp>,
-}
-
-impl DirtyLog for Log<'_> {
-    fn take(&mut self, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
-        let mut all = ScanStats::default();
-        // The last ones first: QEMU has to answer a request for them, which needs time in which memory is written.
-        for member in self.members.iter_mut().rev().filter(|member| member.is_prepared) {
-            let blocks = into.get_mut(member.blocks.clone()).ok_or_else(|| no_room(member.profile.name))?;
-            let scan = member.participant.scan(self.qmp.as_deref_mut(), blocks)?;
-            all.pages += scan.pages;
-            all.duration_us += scan.duration_us;
-        }
-        Ok(all)
     }
 }

@@ -20,14 +20,14 @@ pub(crate) struct Payload {
     /// them.
     ram_bytes: Vec<u64>,
     /// Reductions of the data that is sent.
-    saving: Reductions,
+    reductions: Reductions,
 }
 
 impl Payload {
     /// Creates the payload; the first `post_copied` blocks may be sent after the guest runs at the destination.
     pub(crate) fn new(readers: Vec<Box<dyn BlockReader>>, post_copied: usize) -> Self {
         let ram_bytes = readers.iter().take(post_copied).map(|reader| reader.bytes()).collect();
-        Self { readers: readers.into(), ram_bytes, saving: Reductions::default() }
+        Self { readers: readers.into(), ram_bytes, reductions: Reductions::default() }
     }
 
     pub(crate) fn readers(&self) -> SourceRam {
@@ -37,31 +37,31 @@ impl Payload {
     /// Reduces the data that is sent from here on. The caller calls this before memory is prepared, because the log of
     /// memory has to report which of its pages are written.
     pub(crate) fn set_reductions(&mut self, reductions: Reductions) {
-        self.saving = reductions;
+        self.reductions = reductions;
     }
 
     /// Ends the reductions that have to end at this stage.
     pub(crate) fn end_reductions(&self, stage: ReductionStage) {
-        self.saving.end(stage);
+        self.reductions.end(stage);
     }
 
     /// Informs the reductions that the destination discards these pages of memory.
     pub(crate) fn forget_versions(&self, pages: &[::memory::PageSet]) {
-        self.saving.discarded(pages);
+        self.reductions.discarded(pages);
     }
 
     /// Informs the reductions that these pages wait for a later round.
     pub(crate) fn keep_versions(&self, later: &OwedPages) {
-        self.saving.awaited(later.blocks(), later.round() + 1);
+        self.reductions.awaited(later.blocks(), later.round() + 1);
     }
 
     /// Returns how many of these pages will certainly be sent in full.
     pub(crate) fn full_pages(&self, owed: &OwedPages) -> u64 {
-        self.saving.full_pages(owed.blocks())
+        self.reductions.full_pages(owed.blocks())
     }
 
-    pub(crate) fn saving(&self) -> Reductions {
-        self.saving.clone()
+    pub(crate) fn reductions(&self) -> Reductions {
+        self.reductions.clone()
     }
 
     /// Returns the lengths of the RAM blocks, in bytes.

@@ -27,17 +27,18 @@ use std::time::{Duration, Instant};
 
 use ::memory::OwedPages;
 use engine::handover::source::SourceEvent;
-use engine::session::{self, PostCopyGoal, RoundsEnd, StartOrder, SwitchoverPlan, UnmetGoal};
+use engine::session::{
+    self, PostCopyRequirement, StartOrder, SwitchoverKind, SwitchoverPlan, UnmetRequirement,
+};
 use link::transport::{ConnectionHandle, MessageSender};
 use proto::message::{Acceptance, Message};
-use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
 use tracing::{debug, warn};
 
-use super::agreement::{Capabilities, RedirectedGuest};
+use super::agreement::RedirectedGuest;
 use super::cpu_throttle::CpuThrottle;
 use super::failure::{Failure, gone, refusal, unexpected};
-use super::participants::{Agreed, Preparation};
+use super::participants::PrepareProgress;
 use super::payload::Payload;
 use super::pressure::PressureMeter;
 use super::reductions::ReductionControl;
@@ -56,7 +57,7 @@ pub(crate) struct ControlStream {
     pub(crate) writer: Box<dyn MessageSender>,
     pub(crate) handle: Arc<dyn ConnectionHandle>,
     /// Number of the connection, counted by the driver.
-    pub(crate) link: u64,
+    pub(crate) connection_id: u64,
 }
 
 impl Drop for ControlStream {
@@ -92,31 +93,30 @@ impl SourceDriver {
     pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
         self.enable_cpu_throttle()?;
         let proposed = Proposed { pressure: self.start_pressure_meter() };
-        let (accepted, capabilities) = self.propose(proposed)?;
-        let ready = self.move_to_ready(accepted, &capabilities);
+        let (accepted, acceptance) = self.propose(proposed)?;
+        let ready = self.move_to_ready(accepted, &acceptance);
         self.set_control_deadline(None);
         ready
     }
 
     /// Runs the phases of a migration that is proposed.
-    fn propose(&mut self, proposed: Proposed) -> Result<(Accepted, Capabilities), Failure> {
-        let opened = self.prepare().and_then(|capabilities| {
-            let payload = self.open_participants(&capabilities)?;
-            Ok((payload, capabilities))
+    fn propose(&mut self, proposed: Proposed) -> Result<(Accepted, Acceptance), Failure> {
+        let prepared = self.prepare();
+        // However that ended, no frame of the probe enters the guest's network from here on.
+        self.controls.end_probe();
+        let opened = prepared.and_then(|acceptance| {
+            let payload = self.open_participants(&acceptance)?;
+            Ok((payload, acceptance))
         });
         match opened {
-            Ok((payload, capabilities)) => Ok((proposed.accept(payload), capabilities)),
+            Ok((payload, acceptance)) => Ok((proposed.accept(payload), acceptance)),
             Err(failure) => Err(self.fail_in(proposed.roll_back(), failure)),
         }
     }
 
     /// Runs the phases of a migration that the destination has accepted.
-    fn move_to_ready(
-        &mut self,
-        mut accepted: Accepted,
-        capabilities: &Capabilities,
-    ) -> Result<Ready, Failure> {
-        match self.begin_streaming(&mut accepted, capabilities) {
+    fn move_to_ready(&mut self, mut accepted: Accepted, acceptance: &Acceptance) -> Result<Ready, Failure> {
+        match self.begin_streaming(&mut accepted, acceptance) {
             Ok((first, control)) => {
                 let ready = self.stream(accepted.stream(), first);
                 // Policies control the reductions until here.
@@ -131,18 +131,18 @@ impl SourceDriver {
     fn begin_streaming(
         &mut self,
         accepted: &mut Accepted,
-        capabilities: &Capabilities,
+        acceptance: &Acceptance,
     ) -> Result<(FirstRound, ReductionControl), Failure> {
         let payload = &mut accepted.payload;
-        let shared = self.shared_images(capabilities, payload);
+        let shared = self.shared_images(acceptance, payload);
         let order = StartOrder::of(self.resources.participants.is_any_sent_first());
         let has_common_content = order == StartOrder::DisksFirst || shared.is_some();
-        let known = if self.uses_references(capabilities) && has_common_content {
-            Some((self.query_destination_content(capabilities, payload)?, shared))
+        let known = if self.uses_references(acceptance) && has_common_content {
+            Some((self.query_destination_content(acceptance, payload)?, shared))
         } else {
             None
         };
-        let control = self.start_reductions(capabilities, known, payload);
+        let control = self.start_reductions(acceptance, known, payload);
         accepted.reductions = control.reductions().clone();
         let mut owed = self.resources.participants.first_pages();
         if order == StartOrder::Together {
@@ -176,7 +176,7 @@ impl SourceDriver {
         &mut self,
         streaming: &mut Streaming,
         first: FirstRound,
-    ) -> Result<(Streams, OwedPages, RoundsEnd), Failure> {
+    ) -> Result<(Streams, OwedPages, SwitchoverKind), Failure> {
         let FirstRound { mut streams, mut owed, order } = first;
         if order == StartOrder::DisksFirst {
             (streams, owed) = self.send_disks_first(streams, owed, streaming)?;
@@ -192,13 +192,13 @@ impl SourceDriver {
         mut records: StreamingRecords,
         streams: Streams,
         owed: OwedPages,
-        ending: RoundsEnd,
+        ending: SwitchoverKind,
     ) -> Result<Ready, Failure> {
         let must_compare = self.controls.goals().verify;
         let switchover = SwitchoverPlan::begin(ending, self.session.state(), must_compare);
         let (state, streams) = match switchover.ending() {
-            RoundsEnd::PostCopy => (self.announce_pages(streams, owed, stopped, &mut records)?, None),
-            RoundsEnd::LastRound => {
+            SwitchoverKind::PostCopy => (self.announce_pages(streams, owed, stopped, &mut records)?, None),
+            SwitchoverKind::StopAndCopy => {
                 let (state, streams) = self.last_pages(streams, owed, stopped)?;
                 (state, Some(streams))
             }
@@ -217,7 +217,7 @@ impl SourceDriver {
     }
 
     /// Proposes the migration; the destination decides which disks are copied.
-    fn prepare(&mut self) -> Result<Capabilities, Failure> {
+    fn prepare(&mut self) -> Result<Acceptance, Failure> {
         self.phase(Phase::Preparing);
         let control =
             self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
@@ -229,9 +229,7 @@ impl SourceDriver {
             .ok_or_else(|| Failure::new(SourceEvent::Failed, "nothing to propose"))?;
         self.send_message(&Message::Propose(Box::new(proposal)))?;
         let patience = Duration::from_millis(self.context.config.timeouts.qemu_start_ms) * 2;
-        let answer = self.receive_message(Instant::now() + patience);
-        self.controls.end_probe();
-        match answer? {
+        match self.receive_message(Instant::now() + patience)? {
             Message::Accept(acceptance) => self.take_acceptance(acceptance),
             Message::Reject { findings, largest_epoch } => {
                 if let Some(largest) = largest_epoch {
@@ -246,65 +244,38 @@ impl SourceDriver {
     }
 
     /// Records what the destination accepts, and fails if that is not enough for the goals.
-    fn take_acceptance(&mut self, acceptance: Acceptance) -> Result<Capabilities, Failure> {
+    fn take_acceptance(&mut self, acceptance: Acceptance) -> Result<Acceptance, Failure> {
         self.note("accepted", format!("QEMU started in {} ms", acceptance.qemu_start_us / 1000));
         let proposed =
             self.agreement.proposal.as_ref().map(|proposal| proposal.disks.clone()).unwrap_or_default();
-        let accepted = session::agree(&proposed, &acceptance, post_copy_goal(&self.controls.goals()));
-        let Acceptance {
-            copied,
-            references,
-            templates,
-            codecs,
-            deltas,
-            ram_kind,
-            qemu_version,
-            findings,
-            has_network,
-            takes_frames,
-            takes_flows,
-            redirection,
-            ..
-        } = acceptance;
-        let why_not = findings.iter().find(|finding| finding.code == "no-post-copy");
+        let accepted =
+            session::check_acceptance(&proposed, &acceptance, post_copy_goal(&self.controls.goals()));
+        let why_not = acceptance.findings.iter().find(|finding| finding.code == "no-post-copy");
         let why_not = why_not.map_or_else(
             || "its version of whimbrel does not support it".to_owned(),
             |finding| finding.what.clone(),
         );
-        self.agree_on_redirection(redirection)?;
-        let proposal = self.agreement.proposal.as_ref();
-        let redirection = self.agreement.redirection.as_ref();
-        let agreed =
-            Agreed { proposal, copied: &copied, has_network, takes_frames, takes_flows, redirection };
+        self.agree_on_redirection(acceptance.redirection.clone())?;
+        let agreed = self.agreement.with(&acceptance);
         self.controls.report(|report| {
-            report.destination.ram_kind = Some(ram_kind);
-            report.destination.qemu_version = qemu_version;
-            report.findings.extend(findings);
+            report.destination.ram_kind = Some(acceptance.ram_kind.clone());
+            report.destination.qemu_version.clone_from(&acceptance.qemu_version);
+            report.findings.extend(acceptance.findings.iter().cloned());
             self.resources.participants.report(&agreed, report);
         });
         self.record_accepted()?;
         let unmet = |goal| match goal {
-            UnmetGoal::Disk(name) => {
+            UnmetRequirement::Disk(name) => {
                 format!("the destination does not confirm that it receives a copy of disk {name}")
             }
-            UnmetGoal::PostCopy => {
+            UnmetRequirement::PostCopy => {
                 format!("post-copy is not possible: {why_not}. Choose another --policy or --on-limit")
             }
         };
         let terms = accepted.map_err(|goal| Failure::new(SourceEvent::Failed, unmet(goal)))?;
         self.agreement.can_discard = terms.can_discard;
         self.agreement.can_post_copy = terms.can_post_copy;
-        let codecs = codecs.iter().filter_map(|name| Codec::from_name(name)).collect();
-        Ok(Capabilities {
-            copied,
-            references,
-            templates,
-            codecs,
-            deltas,
-            has_network,
-            takes_frames,
-            takes_flows,
-        })
+        Ok(acceptance)
     }
 
     /// Accepts the destination's redirection of the VM's connections, if it is the one that was offered.
@@ -317,7 +288,7 @@ impl SourceDriver {
 
     /// Makes the next epoch larger than `largest`.
     fn learn_epoch(&mut self, largest: Epoch) {
-        if !session::learns_epoch(self.terms.epoch(), largest) {
+        if !session::is_plausible_epoch(self.terms.epoch(), largest) {
             warn!(%largest, "ignored an epoch that is too large");
         } else if let Err(error) = self.context.journal.learn_epoch(&self.terms.migration.vm, largest) {
             warn!(error = crate::chain(&error), "cannot record the epoch in the journal");
@@ -338,11 +309,8 @@ impl SourceDriver {
     }
 
     /// Prepares what the streams will send. The writes to participants that are sent first are recorded from here on.
-    pub(super) fn open_participants(&mut self, capabilities: &Capabilities) -> Result<Payload, Failure> {
-        let (proposal, copied) = (self.agreement.proposal.as_ref(), capabilities.copied.as_slice());
-        let Capabilities { has_network, takes_frames, takes_flows, .. } = *capabilities;
-        let redirection = self.agreement.redirection.as_ref();
-        let agreed = Agreed { proposal, copied, has_network, takes_frames, takes_flows, redirection };
+    pub(super) fn open_participants(&mut self, acceptance: &Acceptance) -> Result<Payload, Failure> {
+        let agreed = self.agreement.with(acceptance);
         self.resources.participants.check(&agreed)?;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         let payload = self.resources.participants.open(vm)?;
@@ -355,7 +323,7 @@ impl SourceDriver {
         loop {
             let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
             let participants = &mut self.resources.participants;
-            if participants.prepare(vm, &payload.saving(), &mut owed)? == Preparation::Done {
+            if participants.prepare(vm, &payload.reductions(), &mut owed)? == PrepareProgress::Done {
                 return Ok(owed);
             }
             self.handle_notices()?;
@@ -407,12 +375,12 @@ impl SourceDriver {
 }
 
 /// Returns the goal for post-copy.
-fn post_copy_goal(goals: &Goals) -> PostCopyGoal {
+fn post_copy_goal(goals: &Goals) -> PostCopyRequirement {
     if goals.settings.needs_post_copy() {
-        PostCopyGoal::Required
+        PostCopyRequirement::Required
     } else if goals.can_post_copy() {
-        PostCopyGoal::Allowed
+        PostCopyRequirement::Allowed
     } else {
-        PostCopyGoal::NotUsed
+        PostCopyRequirement::NotUsed
     }
 }

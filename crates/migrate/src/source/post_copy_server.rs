@@ -13,19 +13,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
-use ::memory::ram::zero::is_zero;
 use ::memory::{
-    BadPageSet, CompletedRound, InterruptedRound, RamError, RecentWrites, Reductions, RemainingPages,
-    SendError, Sender, SenderHandle, SourceRam, decode_set,
+    CompletedRound, InterruptedRound, RecentWrites, Reductions, RemainingPages, RequestsEnd, SendError,
+    Sender, SenderHandle, SourceRam, answer_page_requests, receive_missing_pages,
 };
 use engine::push::{PushPolicy, PushedPart};
 use engine::trace::TracedPolicy;
 use link::RateLimit;
-use link::transport::{Channel, ConnectionHandle, Incoming, MessageReceiver, MessageSender, TransportError};
+use link::transport::{Channel, ConnectionHandle};
 use proto::Generation;
-use proto::awaited::encode_page;
-use proto::limits::PAGE_BYTES;
-use proto::message::{Message, PageRequest};
 use tracing::info;
 
 use super::inbox::{SourceMailbox, SourceNotice};
@@ -58,7 +54,7 @@ pub(super) struct PostCopyServer {
 #[derive(Debug)]
 pub(super) struct ServingCounts {
     /// Pages that were requested.
-    pub(super) wanted: AtomicU64,
+    pub(super) requested: AtomicU64,
     /// Pages that were pushed.
     pub(super) pushed: AtomicU64,
     /// Pages that remain to be pushed.
@@ -68,7 +64,7 @@ pub(super) struct ServingCounts {
 }
 
 impl ServingCounts {
-    pub(super) fn push(&self) -> MutexGuard<'_, TracedPolicy<PushPolicy>> {
+    pub(super) fn push_policy(&self) -> MutexGuard<'_, TracedPolicy<PushPolicy>> {
         self.push.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -81,7 +77,7 @@ impl PostCopyServer {
         rate: Arc<RateLimit>,
     ) -> Self {
         let counted = Arc::new(ServingCounts {
-            wanted: AtomicU64::new(0),
+            requested: AtomicU64::new(0),
             pushed: AtomicU64::new(0),
             remaining_counter,
             push: Mutex::new(TracedPolicy::new(PushPolicy::default())),
@@ -116,9 +112,9 @@ impl PostCopyServer {
         let (rate, recency) = (Arc::clone(&self.rate), self.recency.clone());
         let hang_up = Arc::clone(&handle);
         let work = move || {
-            let ended = serve(&readers, &recency, sender, page_stream, &counted, &rate);
+            let ended = run_page_stream(&readers, &recency, sender, page_stream, &counted, &rate);
             hang_up.shutdown();
-            let error = (!matches!(ended, ServingEnd::Complete)).then(|| crate::chain(&ended));
+            let error = (!ended.is_complete()).then(|| crate::chain(&ended));
             info!(%generation, end = crate::chain(&ended), "nothing more is sent over these connections");
             // The driver may be waiting for this thread; in that case it notices the thread's end anyway.
             mailbox.try_put(SourceNotice::ServingEnded { generation, error });
@@ -133,7 +129,7 @@ impl PostCopyServer {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         PostCopy {
             remaining_pages,
-            requested_pages: self.before.requested_pages + of(&self.counted.wanted),
+            requested_pages: self.before.requested_pages + of(&self.counted.requested),
             pushed_pages: self.before.pushed_pages + of(&self.counted.pushed),
             duration_us: self.before.duration_us + self.began.elapsed().as_micros() as u64,
         }
@@ -190,27 +186,22 @@ impl Drop for SenderThreads {
 /// Cause of the end of a set of connections.
 #[derive(Debug, thiserror::Error)]
 enum ServingEnd {
-    #[error("the destination has all pages")]
-    Complete,
-    #[error("the page stream ended")]
-    Stream(#[from] TransportError),
+    #[error(transparent)]
+    Requests(#[from] RequestsEnd),
     #[error("the data streams ended")]
     Push(#[from] SendError),
-    #[error("the destination sent an unexpected message on the page stream")]
-    Message,
-    #[error("the destination's list of pages cannot be used")]
-    Set(#[from] BadPageSet),
-    #[error("the destination's list of pages was damaged on its way")]
-    Digest,
-    #[error("the destination requested page {} of block {}, which does not exist", .0.page, .0.block)]
-    Outside(PageRequest),
-    #[error("the guest's memory cannot be read")]
-    Ram(#[from] RamError),
     #[error("cannot start a thread to push pages")]
     Thread(#[from] std::io::Error),
 }
 
-fn serve(
+impl ServingEnd {
+    /// Returns true if the destination has all pages.
+    fn is_complete(&self) -> bool {
+        matches!(self, Self::Requests(RequestsEnd::Complete))
+    }
+}
+
+fn run_page_stream(
     readers: &SourceRam,
     recency: &RecentWrites,
     sender: Sender,
@@ -222,7 +213,7 @@ fn serve(
     let (mut reader, mut writer) = page_stream.split();
     let remaining = match receive_missing_pages(&mut *reader, readers, recency) {
         Ok(remaining) => remaining,
-        Err(ended) => return ended,
+        Err(ended) => return ended.into(),
     };
     let cancel = sender.handle();
     thread::scope(|scope| {
@@ -236,40 +227,23 @@ fn serve(
             Ok(pushing) => pushing,
             Err(error) => return error.into(),
         };
-        let ended = match answer(&mut *reader, &mut *writer, readers, &remaining, counted) {
-            Ok(never) => match never {},
-            Err(ended) => ended,
+        let sent = || {
+            counted.requested.fetch_add(1, Ordering::Relaxed);
         };
+        let ended: ServingEnd =
+            match answer_page_requests(&mut *reader, &mut *writer, readers, &remaining, sent) {
+                Ok(never) => match never {},
+                Err(ended) => ended.into(),
+            };
         cancel.cancel();
         match pushing.join() {
             // The destination has closed the data streams, too.
-            _ if matches!(ended, ServingEnd::Complete) => ended,
+            _ if ended.is_complete() => ended,
             // This error is why the source ended the page stream.
             Ok(Err(error)) if !matches!(error, SendError::Cancelled) => error.into(),
             _ => ended,
         }
     })
-}
-
-/// Receives the set of missing pages, which the destination sends first.
-fn receive_missing_pages(
-    reader: &mut dyn MessageReceiver,
-    readers: &SourceRam,
-    recency: &RecentWrites,
-) -> Result<RemainingPages, ServingEnd> {
-    let Incoming::Message(Message::MissingPages { bytes, digest, round }) = reader.recv(None)? else {
-        return Err(ServingEnd::Message);
-    };
-    let mut set = Vec::new();
-    while (set.len() as u64) < bytes {
-        let Incoming::Blob(piece) = reader.recv(None)? else { return Err(ServingEnd::Message) };
-        set.extend_from_slice(&piece);
-    }
-    if blake3::hash(&set).to_hex().to_string() != digest {
-        return Err(ServingEnd::Digest);
-    }
-    let blocks = decode_set(&set, readers.iter().map(|reader| reader.bytes()))?;
-    Ok(RemainingPages::of(blocks, round, recency))
 }
 
 /// Pushes the remaining pages, part by part.
@@ -279,8 +253,8 @@ fn push(
     counted: &ServingCounts,
     rate: &RateLimit,
 ) -> Result<(), SendError> {
-    counted.push().reset();
-    let mut most_pages = counted.push().policy().pages();
+    counted.push_policy().reset();
+    let mut most_pages = counted.push_policy().policy().pages();
     let _pace_reset = PaceReset(rate);
     while let Some(part) = remaining.take(most_pages) {
         counted.remaining_counter.set(remaining.pages());
@@ -296,41 +270,11 @@ fn push(
         let duration_ns = began.elapsed().as_nanos() as u64;
         let (data_pages, wire_bytes) = (stats.contents.data, stats.wire_bytes);
         let part = PushedPart { pages, data_pages, wire_bytes, duration_ns };
-        let next = counted.push().decide_on(part);
+        let next = counted.push_policy().decide_on(part);
         most_pages = next.pages;
         rate.set_pace(next.pace_bytes_per_s);
     }
     Ok(())
-}
-
-/// Answers page requests until the connection ends.
-fn answer(
-    reader: &mut dyn MessageReceiver,
-    writer: &mut dyn MessageSender,
-    readers: &SourceRam,
-    remaining: &RemainingPages,
-    counted: &ServingCounts,
-) -> Result<std::convert::Infallible, ServingEnd> {
-    let mut bytes = vec![0; PAGE_BYTES as usize];
-    loop {
-        let pages = match reader.recv(None)? {
-            Incoming::Message(Message::RequestPages { pages }) => pages,
-            Incoming::Message(Message::PagesComplete) => return Err(ServingEnd::Complete),
-            _ => return Err(ServingEnd::Message),
-        };
-        // Each requested page is sent, even if it was already sent: it is not known how long the transfer lasts.
-        for &wanted in &pages {
-            let page = readers
-                .get(usize::from(wanted.block))
-                .filter(|block| wanted.page < block.bytes() / PAGE_BYTES);
-            let Some(block) = page else { return Err(ServingEnd::Outside(wanted)) };
-            block.read(wanted.page * PAGE_BYTES, &mut bytes)?;
-            let content = if is_zero(&bytes) { &[] } else { &bytes[..] };
-            writer.send_blob(&encode_page(wanted.block, wanted.page, content))?;
-            counted.wanted.fetch_add(1, Ordering::Relaxed);
-        }
-        remaining.remove_requested(&pages);
-    }
 }
 
 #[cfg(test)]

@@ -4,32 +4,32 @@ use std::time::Duration;
 
 use ::memory::PageSet;
 use engine::discards::DiscardPolicy;
-use engine::session::DiscardSeries;
+use engine::session::PreStopDiscards;
 use engine::trace::TracedPolicy;
 use proto::Generation;
 
 /// Pages that the destination was asked to discard while the guest ran at the source.
 #[derive(Debug)]
 pub(super) struct RequestedDiscards {
-    series: DiscardSeries,
+    series: PreStopDiscards,
     pages: Vec<PageSet>,
     /// Pages among them that no round can have sent again since.
-    away: Vec<PageSet>,
+    not_resent: Vec<PageSet>,
 }
 
 impl RequestedDiscards {
-    pub(super) fn none() -> Self {
-        Self { series: DiscardSeries::default(), pages: Vec::new(), away: Vec::new() }
+    pub(super) fn new() -> Self {
+        Self { series: PreStopDiscards::default(), pages: Vec::new(), not_resent: Vec::new() }
     }
 
     /// Returns true if no pages of this generation are discarded.
-    pub(super) fn is_none(&self, generation: Generation) -> bool {
-        !self.series.is_of(generation) || self.away.iter().all(PageSet::is_empty)
+    pub(super) fn has_none_over(&self, generation: Generation) -> bool {
+        !self.series.is_of(generation) || self.not_resent.iter().all(PageSet::is_empty)
     }
 
     /// Records that a round sends memory: discarded pages may be present again, and have to be discarded again.
     pub(super) fn mark_resent(&mut self) {
-        self.away.iter_mut().for_each(PageSet::clear_all);
+        self.not_resent.iter_mut().for_each(PageSet::clear_all);
     }
 
     /// Returns the policy that decides whether pages are discarded before the stop.
@@ -46,17 +46,17 @@ impl RequestedDiscards {
     pub(super) fn next(&mut self, owed: &[PageSet], generation: Generation) -> Option<Vec<PageSet>> {
         if self.series.renew(generation) {
             self.pages = owed.iter().map(PageSet::emptied).collect();
-            self.away = self.pages.clone();
+            self.not_resent = self.pages.clone();
         }
         let mut unnamed = owed.to_vec();
-        unnamed.iter_mut().zip(&self.away).for_each(|(unnamed, away)| unnamed.remove(away));
+        unnamed.iter_mut().zip(&self.not_resent).for_each(|(unnamed, not_resent)| unnamed.remove(not_resent));
         let pages = unnamed.iter().map(PageSet::count).sum();
         self.series.discards(pages).then_some(unnamed)
     }
 
     /// Records pages that the destination has discarded, which lasted `took` there.
     pub(super) fn add(&mut self, pages: &[PageSet], took: Duration) {
-        for known in [&mut self.pages, &mut self.away] {
+        for known in [&mut self.pages, &mut self.not_resent] {
             known.iter_mut().zip(pages).for_each(|(known, pages)| known.insert(pages));
         }
         self.series.discarded(took);
@@ -89,7 +89,7 @@ mod tests {
     #[test]
     fn only_what_the_destination_does_not_know_of_is_named() {
         let (first, second) = (Generation(1), Generation(2));
-        let mut discarded = RequestedDiscards::none();
+        let mut discarded = RequestedDiscards::new();
         discarded.begin();
         let all = discarded.next(&set(&[1, 2, 3, 4]), first);
         assert_eq!(all, Some(set(&[1, 2, 3, 4])));
@@ -98,18 +98,30 @@ mod tests {
         discarded.add(&set(&[5]), Duration::from_millis(2));
         assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5]), first), None, "nothing is new");
         discarded.begin();
-        assert_eq!(discarded.next(&set(&[1, 2, 3, 4, 5, 9]), first), Some(set(&[9])), "what was said holds");
-        assert_eq!(discarded.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "what was said comes");
-        assert_eq!((discarded.is_none(first), discarded.is_none(second)), (false, true));
+        assert_eq!(
+            discarded.next(&set(&[1, 2, 3, 4, 5, 9]), first),
+            Some(set(&[9])),
+            "the destination keeps what it has discarded"
+        );
+        assert_eq!(
+            discarded.with(&set(&[2, 9]), first),
+            set(&[1, 2, 3, 4, 5, 9]),
+            "all that was discarded is sent"
+        );
+        assert_eq!((discarded.has_none_over(first), discarded.has_none_over(second)), (false, true));
         discarded.mark_resent();
-        assert!(discarded.is_none(first));
+        assert!(discarded.has_none_over(first));
         discarded.begin();
         assert_eq!(
             discarded.next(&set(&[2, 9]), first),
             Some(set(&[2, 9])),
-            "a round may have brought it back"
+            "a round may have sent it again"
         );
-        assert_eq!(discarded.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "and what was said comes");
+        assert_eq!(
+            discarded.with(&set(&[2, 9]), first),
+            set(&[1, 2, 3, 4, 5, 9]),
+            "all that was ever discarded is sent"
+        );
         discarded.begin();
         assert_eq!(
             discarded.next(&set(&[1, 9]), second),

@@ -11,14 +11,13 @@
 //! ```
 //!
 //! The phases own their stage. When they have ended, the driver has it as a [`SourceStage`] until the handover is
-//! settled: then an event decides whether it goes on or back.
+//! over: then an event decides whether it goes on or back.
 
 use std::mem;
 use std::sync::Arc;
 
 use ::memory::RecentWrites;
 
-use super::participants::Undo;
 use super::payload::Payload;
 use super::post_copy_server::PostCopyServer;
 use super::pressure::PressureMeter;
@@ -61,7 +60,7 @@ impl Accepted {
     /// Moves on: the streams are open.
     pub(super) fn stream(self) -> Streaming {
         let Self { payload, reductions, pressure } = self;
-        let (discards, writes) = (RequestedDiscards::none(), RecentWrites::default());
+        let (discards, writes) = (RequestedDiscards::new(), RecentWrites::default());
         Streaming { payload, reductions, records: StreamingRecords { pressure, discards, writes } }
     }
 
@@ -208,8 +207,8 @@ pub(super) enum SourceStage {
     Serving(Serving),
     /// Memory that an agent before this one has left to send, while it cannot be read.
     Unread(Vec<JournalledRegion>),
-    /// What the participants had changed on this host is undone, or has to be undone again.
-    Undone(Undo),
+    /// The participants have undone their changes of this host, except for these, which have to be undone again.
+    Undone(Vec<&'static str>),
 }
 
 impl SourceStage {
@@ -275,14 +274,14 @@ impl SourceStage {
         }
     }
 
-    /// Returns the result of undoing; there is nothing to undo again in a stage that did not go back.
-    pub(super) fn undone(&self) -> Undo {
-        if let Self::Undone(undone) = self { *undone } else { Undo::Done }
+    /// Returns the changes of this host that have to be undone again, for users; none in a stage that did not go back.
+    pub(super) fn remaining(&self) -> &[&'static str] {
+        if let Self::Undone(remaining) = self { remaining } else { &[] }
     }
 
-    /// Ends the stage of a migration that is settled; returns what was sent to a host that has the VM. The result of
+    /// Ends the stage of a migration that is over; returns what was sent to a host that has the VM. The result of
     /// undoing stays.
-    pub(super) fn settle(&mut self) -> Option<Committed> {
+    pub(super) fn finish(&mut self) -> Option<Committed> {
         self.commit();
         self.end_serving();
         match mem::take(self) {

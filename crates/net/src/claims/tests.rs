@@ -9,15 +9,15 @@ const OTHER: Mac = Mac([0x52, 0x54, 0, 0, 0, 2]);
 const V4: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 7);
 const V6: Ipv6Addr = Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, 7);
 
-/// An ARP message from `station` about another address.
-fn arp(operation: u8, source: Mac, station: Mac, address: Ipv4Addr) -> Vec<u8> {
-    arp_about(operation, source, station, address, Ipv4Addr::new(10, 0, 0, 254))
+/// An ARP message from `sender` about another address.
+fn arp(operation: u8, source: Mac, sender: Mac, address: Ipv4Addr) -> Vec<u8> {
+    arp_about(operation, source, sender, address, Ipv4Addr::new(10, 0, 0, 254))
 }
 
-fn arp_about(operation: u8, source: Mac, station: Mac, address: Ipv4Addr, about: Ipv4Addr) -> Vec<u8> {
+fn arp_about(operation: u8, source: Mac, sender: Mac, address: Ipv4Addr, about: Ipv4Addr) -> Vec<u8> {
     let mut message = ARP_START.to_vec();
     message.extend([0, operation]);
-    message.extend(station.0);
+    message.extend(sender.0);
     message.extend(address.octets());
     message.extend([0; 6]);
     message.extend(about.octets());
@@ -67,14 +67,14 @@ fn addresses_of_others_are_not_claimed() {
     assert_eq!(after(&[(true, ip)]), [], "forwarded");
 }
 
-/// An address that moved from the guest to another station, as with VRRP, and back.
+/// An address that moved from the guest to another machine, as with VRRP, and back.
 #[test]
-fn an_address_that_another_station_claims_is_lost() {
+fn an_address_that_another_machine_claims_is_lost() {
     let mut frames = vec![(true, arp(1, GUEST, GUEST, V4)), (false, arp(2, OTHER, OTHER, V4))];
     assert_eq!(after(&frames), []);
     frames.push((true, arp(1, GUEST, GUEST, V4)));
     assert_eq!(after(&frames), [claim(None, V4, false)]);
-    // The same address in another VLAN is another station's business.
+    // The same address in another VLAN is another machine's business.
     let tagged = announcement::frames(OTHER, &[claim(Some(3), V4, false)]);
     frames.extend(tagged.into_iter().map(|frame| (false, frame)));
     assert_eq!(after(&frames), [claim(None, V4, false)]);
@@ -88,12 +88,12 @@ fn only_an_advertisement_that_overrides_claims() {
     let frame = announcement::frames(GUEST, &[claim(None, V6, false)]).pop().unwrap();
     let flags = 14 + IPV6_BYTES + 4;
     for (at, value, why) in [
-        (flags, 0, "an answer for another station"),
+        (flags, 0, "an answer for another machine"),
         (14 + 7, 64, "forwarded by a router"),
         (14 + IPV6_BYTES, 135, "a solicitation"),
         (14 + IPV6_BYTES + 24, 1, "without the target's address"),
         (14 + IPV6_BYTES + 25, 0, "an option without a length"),
-        (14 + IPV6_BYTES + 8, 0xff, "a group of stations"),
+        (14 + IPV6_BYTES + 8, 0xff, "a multicast address"),
     ] {
         let mut changed = frame.clone();
         changed[at] = value;

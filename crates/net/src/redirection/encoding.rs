@@ -3,8 +3,8 @@
 use std::io;
 use std::net::IpAddr;
 
-use super::names::MARK_MASK;
-use super::rules::{ChainHook, RuleChain, RuleFamily, RulePart, RuleTable};
+use super::kernel_names::MARK_MASK;
+use super::rules::{ChainHook, RuleChain, RuleExpression, RuleFamily, RuleTable};
 use crate::divert::{begin_batch, end_batch, expression, nfgen};
 use crate::ethernet::{ARP, IPV6};
 use crate::netlink::{ACKNOWLEDGE, APPEND, CREATE, Requests};
@@ -127,85 +127,85 @@ fn hook(requests: &mut Requests, chain: &RuleChain) {
 fn encode(
     requests: &mut Requests,
     family: RuleFamily,
-    part: &RulePart,
+    part: &RuleExpression,
     index_of: &impl Fn(&str) -> io::Result<u32>,
 ) -> io::Result<()> {
     match part {
-        RulePart::In(device) => device_is(requests, abi::META_IN, abi::EQUAL, device),
-        RulePart::NotIn(device) => device_is(requests, abi::META_IN, abi::NOT_EQUAL, device),
-        RulePart::Out(device) => device_is(requests, abi::META_OUT, abi::EQUAL, device),
-        RulePart::NotOut(device) => device_is(requests, abi::META_OUT, abi::NOT_EQUAL, device),
-        RulePart::Source(address) => address_is(requests, family, *address, true),
-        RulePart::Destination(address) => address_is(requests, family, *address, false),
-        RulePart::IsV6(is_v6) => family_is(requests, family, *is_v6),
-        RulePart::Protocol(protocol) => {
+        RuleExpression::In(device) => device_is(requests, abi::META_IN, abi::EQUAL, device),
+        RuleExpression::NotIn(device) => device_is(requests, abi::META_IN, abi::NOT_EQUAL, device),
+        RuleExpression::Out(device) => device_is(requests, abi::META_OUT, abi::EQUAL, device),
+        RuleExpression::NotOut(device) => device_is(requests, abi::META_OUT, abi::NOT_EQUAL, device),
+        RuleExpression::Source(address) => address_is(requests, family, *address, true),
+        RuleExpression::Destination(address) => address_is(requests, family, *address, false),
+        RuleExpression::IsV6(is_v6) => family_is(requests, family, *is_v6),
+        RuleExpression::Protocol(protocol) => {
             load(requests, "meta", abi::META_PROTOCOL);
             compare(requests, abi::EQUAL, &[*protocol]);
         }
-        RulePart::DestinationPort(port) => {
+        RuleExpression::DestinationPort(port) => {
             load_bytes(requests, abi::TRANSPORT, 2, 2);
             compare(requests, abi::EQUAL, &port.to_be_bytes());
         }
-        RulePart::TcpFlags(mask, flags) => tcp_flags(requests, *mask, abi::EQUAL, *flags),
-        RulePart::NotTcpFlags(mask, flags) => tcp_flags(requests, *mask, abi::NOT_EQUAL, *flags),
-        RulePart::Tracked(state) => {
+        RuleExpression::TcpFlags(mask, flags) => tcp_flags(requests, *mask, abi::EQUAL, *flags),
+        RuleExpression::NotTcpFlags(mask, flags) => tcp_flags(requests, *mask, abi::NOT_EQUAL, *flags),
+        RuleExpression::CtState(state) => {
             load(requests, "ct", abi::TRACKED_STATE);
             bits(requests, &state.to_ne_bytes(), &[0; 4]);
             compare(requests, abi::NOT_EQUAL, &[0; 4]);
         }
-        RulePart::Unicast => {
+        RuleExpression::Unicast => {
             load_bytes(requests, abi::LINK, 0, 1);
             bits(requests, &[1], &[0]);
             compare(requests, abi::EQUAL, &[0]);
         }
-        RulePart::Arp => kind_is(requests, ARP),
-        RulePart::ArpOf(address) => {
+        RuleExpression::Arp => kind_is(requests, ARP),
+        RuleExpression::ArpOf(address) => {
             kind_is(requests, ARP);
             load_bytes(requests, abi::NETWORK, 14, 4);
             compare(requests, abi::EQUAL, &address.octets());
         }
-        RulePart::NotArpFor(range) => {
+        RuleExpression::NotArpFor(range) => {
             let IpAddr::V4(first) = range.first().address else { return Ok(()) };
             let mask = u32::MAX.checked_shl(32 - u32::from(range.length)).unwrap_or(0);
             load_bytes(requests, abi::NETWORK, 24, 4);
             bits(requests, &mask.to_be_bytes(), &[0; 4]);
             compare(requests, abi::NOT_EQUAL, &first.octets());
         }
-        RulePart::Mark(mark) => {
+        RuleExpression::Mark(mark) => {
             load(requests, "meta", abi::META_MARK);
             compare(requests, abi::EQUAL, &mark.to_ne_bytes());
         }
-        RulePart::SetMark(mark) => change_mark(requests, "meta", abi::META_MARK, *mark),
-        RulePart::SetConnectionMark(mark) => change_mark(requests, "ct", abi::TRACKED_MARK, *mark),
-        RulePart::SetWholeMark(mark) => {
+        RuleExpression::SetMark(mark) => change_mark(requests, "meta", abi::META_MARK, *mark),
+        RuleExpression::SetCtMark(mark) => change_mark(requests, "ct", abi::TRACKED_MARK, *mark),
+        RuleExpression::SetWholeMark(mark) => {
             immediate(requests, &mark.to_ne_bytes());
             store_mark(requests, "meta", abi::META_MARK);
         }
-        RulePart::RestoreMark => {
+        RuleExpression::RestoreCtMark => {
             load(requests, "ct", abi::TRACKED_MARK);
             bits(requests, &MARK_MASK.to_ne_bytes(), &[0; 4]);
             store_mark(requests, "meta", abi::META_MARK);
         }
-        RulePart::NotTracked => expression(requests, "notrack", |_| {}),
-        RulePart::TranslateSource(address) => translate(requests, abi::SOURCE_NAT, *address),
-        RulePart::TranslateDestination(address) => translate(requests, abi::DESTINATION_NAT, *address),
-        RulePart::LimitSegments(bytes) => limit_segments(requests, *bytes),
-        RulePart::SetStation(mac) => {
+        RuleExpression::Notrack => expression(requests, "notrack", |_| {}),
+        RuleExpression::Snat(address) => translate(requests, abi::SOURCE_NAT, *address),
+        RuleExpression::Dnat(address) => translate(requests, abi::DESTINATION_NAT, *address),
+        RuleExpression::ClampMss(bytes) => clamp_mss(requests, *bytes),
+        RuleExpression::SetDestinationMac(mac) => {
             immediate(requests, &mac.0);
             store_bytes(requests, abi::LINK, 0, 6);
         }
-        RulePart::SetArpSender(address) => {
+        RuleExpression::SetArpSender(address) => {
             immediate(requests, &address.octets());
             store_bytes(requests, abi::NETWORK, 14, 4);
         }
-        RulePart::Forward(device) => {
+        RuleExpression::Forward(device) => {
             immediate(requests, &index_of(device)?.to_ne_bytes());
             expression(requests, "fwd", |data| {
                 data.number(1, abi::REGISTER);
             });
         }
-        RulePart::Accept => verdict(requests, abi::ACCEPT),
-        RulePart::Drop => verdict(requests, abi::DROP),
+        RuleExpression::Accept => verdict(requests, abi::ACCEPT),
+        RuleExpression::Drop => verdict(requests, abi::DROP),
     }
     Ok(())
 }
@@ -334,7 +334,7 @@ fn translate(requests: &mut Requests, kind: u32, address: IpAddr) {
 }
 
 /// Writes the option of TCP; the kernel only ever makes it less.
-fn limit_segments(requests: &mut Requests, bytes: u16) {
+fn clamp_mss(requests: &mut Requests, bytes: u16) {
     immediate(requests, &bytes.to_be_bytes());
     expression(requests, "exthdr", |data| {
         data.attribute(2, &[abi::SEGMENT_OPTION]).number(3, 2).number(4, 2);
@@ -348,7 +348,7 @@ mod tests {
     use crate::netlink::{answers, attribute, attributes};
 
     /// Returns the names of a rule's expressions.
-    fn expressions(family: RuleFamily, part: RulePart) -> Vec<String> {
+    fn expressions(family: RuleFamily, part: RuleExpression) -> Vec<String> {
         let hook = ChainHook::Forward;
         let rules = vec![vec![part]];
         let chain = RuleChain { name: "c".to_owned(), translates: false, hook, priority: -1, rules };
@@ -367,19 +367,19 @@ mod tests {
     fn parts_of_rules_become_expressions() {
         let v4: IpAddr = "10.0.0.1".parse().unwrap();
         let inet = |part| expressions(RuleFamily::Inet, part);
-        assert_eq!(inet(RulePart::NotOut("whimbrel1000000".to_owned())), ["meta", "cmp"]);
-        assert_eq!(inet(RulePart::Source(v4)), ["meta", "cmp", "payload", "cmp"]);
-        assert_eq!(inet(RulePart::SetConnectionMark(1 << 24)), ["ct", "bitwise", "ct"]);
-        assert_eq!(inet(RulePart::TranslateSource(v4)), ["immediate", "nat"]);
-        assert_eq!(inet(RulePart::LimitSegments(1410)), ["immediate", "exthdr"]);
+        assert_eq!(inet(RuleExpression::NotOut("whimbrel1000000".to_owned())), ["meta", "cmp"]);
+        assert_eq!(inet(RuleExpression::Source(v4)), ["meta", "cmp", "payload", "cmp"]);
+        assert_eq!(inet(RuleExpression::SetCtMark(1 << 24)), ["ct", "bitwise", "ct"]);
+        assert_eq!(inet(RuleExpression::Snat(v4)), ["immediate", "nat"]);
+        assert_eq!(inet(RuleExpression::ClampMss(1410)), ["immediate", "exthdr"]);
         let netdev = |part| expressions(RuleFamily::Netdev, part);
-        assert_eq!(netdev(RulePart::Forward("tap0".to_owned())), ["immediate", "fwd"]);
-        assert_eq!(netdev(RulePart::Drop), ["immediate"]);
+        assert_eq!(netdev(RuleExpression::Forward("tap0".to_owned())), ["immediate", "fwd"]);
+        assert_eq!(netdev(RuleExpression::Drop), ["immediate"]);
     }
 
     #[test]
     fn a_device_that_is_not_there_is_an_error() {
-        let rules = vec![vec![RulePart::Forward("tap0".to_owned())]];
+        let rules = vec![vec![RuleExpression::Forward("tap0".to_owned())]];
         let hook = ChainHook::Ingress("tap1".to_owned());
         let chain = RuleChain { name: "c".to_owned(), translates: false, hook, priority: 0, rules };
         let table = RuleTable { family: RuleFamily::Netdev, name: "t".to_owned(), chains: vec![chain] };

@@ -2,86 +2,48 @@
 //!
 //! | step of a migration | here |
 //! |---|---|
-//! | the destination is known, both hosts have answered | [`new_key`](RedirectionKeeper::new_key), if the tunnel is `WireGuard`'s |
+//! | the destination is known | [`free_ports`](RedirectionKeeper::free_ports); [`reserve`](RedirectionKeeper::reserve), if the tunnel may be `WireGuard`'s |
 //! | just before the stop | [`prepare`](RedirectionKeeper::prepare), on all hosts |
-//! | the guest runs at the destination | [`switch`](RedirectionKeeper::switch), at the destination first |
+//! | the guest is about to run at the destination; it runs there | [`switch`](RedirectionKeeper::switch), at the destination first |
+//! | the guest can no longer return | [`confirm`](RedirectionKeeper::confirm) |
 //! | repeated, as announcements are | [`announce`](RedirectionKeeper::announce) |
-//! | abort | [`undo`](RedirectionKeeper::undo) |
-//! | nothing needs it any more | [`release`](RedirectionKeeper::release) |
-//! | an agent starts | [`restore`](RedirectionKeeper::restore) |
+//! | abort | [`remove`](RedirectionKeeper::remove) |
+//! | something could not be made | [`complete`](RedirectionKeeper::complete) |
+//! | old connections have ended | [`drop_legs`](RedirectionKeeper::drop_legs) |
+//! | nothing needs it any more | [`remove`](RedirectionKeeper::remove) |
+//! | an agent starts | [`resume`](RedirectionKeeper::resume) |
 //!
-//! All calls are for the network namespace of the calling thread.
+//! Records alone say what there is. The latest redirection of a card is in effect; the one before it keeps its record and its
+//! keys until the later one is confirmed, so that it can be made again, by whichever agent.
+//!
+//! All calls are for the network namespace of the calling thread. Clones share a lock: no two of them change records, or
+//! sysctls of the host as a whole, at the same time. A switch takes no lock and writes nothing, because the guest waits for
+//! it; nobody else changes the redirections of a card as long as one is prepared for it.
 
-use std::collections::BTreeSet;
+mod error;
+mod reservations;
+
 use std::io;
 use std::net::IpAddr;
 use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use tracee::{PacketSocket, VIRTIO_HEADER_BYTES};
 use tracing::{debug, warn};
 
-use super::former_stations::FormerStations;
-use super::kernel;
-use super::names::{Names, number_of_device};
+use super::host_kernel::{HostKernel, NamespaceKernel};
+use super::model::Redirection;
+use super::neighbour_refresh::NeighbourRefresh;
+use super::next_move::{may_change, without_legs};
 use super::objects::KernelObject;
-use super::onward::{NotOwner, may_change, settled};
-use super::parts::Redirection;
-use super::plan::{HostAbilities, HostPlan, NoPlan, plan};
+use super::plan::{HostPlan, plan};
 use super::record::{RecordStage, RecordStore, RedirectionRecord};
-use super::tunnel::Key;
-use super::wireguard;
 use crate::announcement;
 use crate::claims::Claim;
 use crate::divert::MARK;
 use crate::ethernet::Mac;
-
-/// Error of a redirection.
-#[derive(Debug, thiserror::Error)]
-pub enum RedirectionError {
-    /// There is no plan.
-    #[error("no redirection is possible")]
-    Plan(#[from] NoPlan),
-    /// Another host owns the guest.
-    #[error(transparent)]
-    NotOwner(#[from] NotOwner),
-    /// A number belongs to another redirection.
-    #[error("number {number} belongs to redirection {migration} on this host: choose a free one")]
-    NumberInUse {
-        /// The number.
-        number: u32,
-        /// Name of the other redirection's migration.
-        migration: String,
-    },
-    /// The kernel refused an object.
-    #[error("the kernel does not make {object}")]
-    Kernel {
-        /// Description of the object.
-        object: String,
-        /// The kernel's error.
-        source: io::Error,
-    },
-    /// Records cannot be read or written.
-    #[error("records of redirections in {directory}")]
-    Records {
-        /// Directory of the records.
-        directory: String,
-        /// The error.
-        source: io::Error,
-    },
-    /// Objects are left in the kernel.
-    #[error("{count} objects of redirection {migration} remain in the kernel, the first of them {object}")]
-    Remains {
-        /// Name of the migration.
-        migration: String,
-        /// Number of objects.
-        count: usize,
-        /// One of them.
-        object: String,
-        /// The kernel's error for it.
-        source: io::Error,
-    },
-}
+pub use error::RedirectionError;
 
 /// Keeps the redirections of a host.
 #[derive(Clone, Debug)]
@@ -89,13 +51,25 @@ pub struct RedirectionKeeper {
     host: String,
     directory: String,
     store: RecordStore,
+    kernel: Arc<dyn HostKernel>,
+    /// Held while records, or sysctls of the host as a whole, are changed.
+    changing: Arc<Mutex<()>>,
 }
 
 impl RedirectionKeeper {
     /// Keeps the redirections of the host with this name; records and keys are in `directory`.
     pub fn new(host: &str, directory: &Path) -> Self {
-        let store = RecordStore::new(directory);
-        Self { host: host.to_owned(), directory: directory.display().to_string(), store }
+        Self::with(host, directory, Arc::new(NamespaceKernel))
+    }
+
+    /// Keeps the redirections of a host with this kernel.
+    pub fn with(host: &str, directory: &Path, kernel: Arc<dyn HostKernel>) -> Self {
+        let (store, changing) = (RecordStore::new(directory), Arc::default());
+        Self { host: host.to_owned(), directory: directory.display().to_string(), store, kernel, changing }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ()> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the records of all redirections.
@@ -103,29 +77,12 @@ impl RedirectionKeeper {
         self.files(self.store.all())
     }
 
-    /// Makes a private key for the tunnel with this number, and returns the public one. It is kept until the end of the
-    /// redirection, or until [`forget_key`](Self::forget_key).
-    pub fn new_key(&self, number: u32) -> Result<Key, RedirectionError> {
-        let private = self.files(wireguard::private_key())?;
-        self.files(self.store.put_key(number, &private))?;
-        let public = wireguard::public_key(&private, &Names(number).tunnel());
-        public.map_err(|source| RedirectionError::Kernel { object: "a public key".to_owned(), source })
-    }
-
-    /// Forgets the private key of a tunnel that is not made.
-    pub fn forget_key(&self, number: u32) -> Result<(), RedirectionError> {
-        self.files(self.store.remove_key(number))
-    }
-
     /// Makes what takes no packets yet. It is recorded first; after an error nothing is left.
     ///
     /// # Errors
     /// Among others if a redirection of the same card is there that this migration may not change.
-    pub fn prepare(
-        &self,
-        redirection: &Redirection,
-        abilities: &HostAbilities,
-    ) -> Result<RedirectionRecord, RedirectionError> {
+    pub fn prepare(&self, redirection: &Redirection) -> Result<RedirectionRecord, RedirectionError> {
+        let _changing = self.lock();
         let records = self.records()?;
         for record in records.iter().filter(|record| record.is_of(redirection)) {
             may_change(&record.redirection, &redirection.migration, redirection.epoch)?;
@@ -133,13 +90,12 @@ impl RedirectionKeeper {
                 return Ok(record.clone());
             }
         }
-        let mut plan = plan(redirection, &self.host, abilities)?;
-        adopt_settings(&mut plan, &records);
         let record = RedirectionRecord {
             host: self.host.clone(),
             stage: RecordStage::Prepared,
             redirection: redirection.clone(),
-            plan,
+            plan: self.plan(redirection, &records)?,
+            is_incomplete: false,
             since_unix_ms: unix_ms(),
         };
         let taken = records.iter().find(|other| other.names() == record.names());
@@ -148,96 +104,179 @@ impl RedirectionKeeper {
             return Err(RedirectionError::NumberInUse { number, migration });
         }
         self.files(self.store.put(&record))?;
-        let made = self.make(record.plan.prepared.iter());
-        if made.is_err() {
-            self.discard(&record);
+        let made = record.plan.prepared.iter().try_for_each(|object| self.make_one(&record, object));
+        if made.is_err()
+            && let Err(error) = self.end(record.clone())
+        {
+            warn!(migration = %record.redirection.migration, %error, "leftovers for the moment");
         }
         made.map(|()| record)
     }
 
-    /// Makes what takes packets, in place of former redirections of the same card. Can be repeated after an error.
+    /// Makes what takes packets, in place of former redirections of the same card. Nothing is written: until
+    /// [`confirm`](Self::confirm) it can be undone. Can be repeated.
+    ///
+    /// # Errors
+    /// If something of a former one remains, or something of this one could not be made. All else is there then, and the
+    /// record says whether this one is incomplete.
     pub fn switch(&self, record: &mut RedirectionRecord) -> Result<(), RedirectionError> {
+        let mut result = Ok(());
+        match self.records() {
+            Ok(records) => {
+                for former in formers(&records, record) {
+                    result = result.and(self.remove_former(former, &record.plan));
+                }
+            }
+            Err(error) => result = Err(error),
+        }
+        let made = self.make_all(record, record.plan.switched.iter());
+        record.is_incomplete = made.is_err();
+        self.announce(record);
+        made.and(result)
+    }
+
+    /// Records that a switched redirection stays, and removes former ones of the same card with their records and keys.
+    ///
+    /// # Errors
+    /// If it cannot be recorded, or if something of a former one remains: that is recorded as ending.
+    pub fn confirm(&self, record: &mut RedirectionRecord) -> Result<(), RedirectionError> {
+        let _changing = self.lock();
         record.stage = RecordStage::Active;
         record.since_unix_ms = unix_ms();
         self.files(self.store.put(record))?;
-        for former in self.formers(record)? {
-            self.release(former)?;
+        let mut result = Ok(());
+        for former in formers(&self.records()?, record) {
+            result = result.and(self.end(former.clone()));
         }
-        self.make(record.plan.switched.iter())?;
-        self.announce(record);
-        Ok(())
+        result
     }
 
-    /// Announces the guest's public addresses in the network of its station, as the guest itself would.
+    /// Announces the guest's public addresses in the network of the proxy device, as the guest itself would.
     pub fn announce(&self, record: &RedirectionRecord) {
-        let Some((station, mac, addresses)) = &record.plan.announced else { return };
-        if let Err(error) = announce(station, *mac, addresses) {
-            warn!(%station, %error, "the VM's addresses are not announced");
+        let Some((device, mac, addresses)) = &record.plan.announced else { return };
+        if let Err(error) = announce(device, *mac, addresses) {
+            warn!(%device, %error, "the VM's addresses are not announced");
         }
     }
 
-    /// Makes a redirection again that another one had replaced, after the latter was removed.
-    pub fn reinstate(&self, former: &RedirectionRecord) -> Result<(), RedirectionError> {
-        self.files(self.store.put(former))?;
-        self.make(former.plan.objects())
-    }
-
-    /// Forgets the keys of tunnels that no record names: no migration may be about to make one.
-    pub fn forget_unused_keys(&self) -> Result<(), RedirectionError> {
-        let records = self.records()?;
-        let legs = records.iter().flat_map(|record| &record.redirection.legs);
-        let used: BTreeSet<_> = legs.map(|leg| leg.number).collect();
-        for number in self.files(self.store.keys())?.into_iter().filter(|number| !used.contains(number)) {
-            self.forget_key(number)?;
-        }
-        Ok(())
-    }
-
-    /// Removes what was prepared for a migration that is aborted. What takes packets stays: the guest has moved.
-    pub fn undo(&self, record: RedirectionRecord) -> Result<(), RedirectionError> {
-        if record.stage == RecordStage::Active { Ok(()) } else { self.release(record) }
-    }
-
-    /// Removes everything of a redirection, and its record.
+    /// Removes everything of a redirection, and its record. One of the same card that it was about to replace, or had
+    /// replaced without being confirmed, is made again.
     ///
     /// # Errors
-    /// If something remains: the record remains with it, and [`restore`](Self::restore) tries again.
-    pub fn release(&self, mut record: RedirectionRecord) -> Result<(), RedirectionError> {
+    /// If something remains: the record remains with it, and the call is to be repeated.
+    pub fn remove(&self, record: &RedirectionRecord) -> Result<(), RedirectionError> {
+        let _changing = self.lock();
+        // It may have ended, or have become another one, since the caller has read it.
+        let present = present(&self.records()?, record).cloned();
+        present.map_or(Ok(()), |record| self.end(record))
+    }
+
+    fn end(&self, mut record: RedirectionRecord) -> Result<(), RedirectionError> {
+        let was_active = record.stage == RecordStage::Active;
         record.stage = RecordStage::Ending;
+        if was_active {
+            // Where an agent died before it had removed them.
+            for former in
+                formers(&self.records()?, &record).filter(|former| former.stage == RecordStage::Active)
+            {
+                let former = RedirectionRecord { stage: RecordStage::Ending, ..former.clone() };
+                self.files(self.store.put(&former))?;
+            }
+        }
         self.files(self.store.put(&record))?;
-        let stations = FormerStations::of(&record.redirection, &self.host);
+        let neighbours = NeighbourRefresh::of(&record.redirection, &self.host);
         let others = self.records()?;
-        let mut remains = Vec::new();
+        let mut leftovers = Vec::new();
         for object in record.plan.objects().rev() {
             if is_needed(object, &record, &others) {
                 continue;
             }
-            if let Err(source) = kernel::remove(object) {
-                remains.push((object, source));
+            if let Err(source) = self.kernel.remove(object) {
+                leftovers.push((object, source));
             }
         }
-        let count = remains.len();
-        if let Some((object, source)) = remains.into_iter().next() {
+        self.reinstate(&record, &others)?;
+        let count = leftovers.len();
+        if let Some((object, source)) = leftovers.into_iter().next() {
             let migration = record.redirection.migration.clone();
-            return Err(RedirectionError::Remains { migration, count, object: describe(object), source });
+            return Err(RedirectionError::Leftover { migration, count, object: object.to_string(), source });
         }
-        if let Err(error) = stations.and_then(|stations| stations.introduce()) {
+        if let Err(error) = neighbours.and_then(|neighbours| neighbours.send_to_guest()) {
             debug!(%error, "the VM looks for its neighbours itself, a little later");
         }
         self.files(self.store.remove(&record))
     }
 
-    /// Changes an active redirection, for example when a host no longer takes part: what both have in common stays.
-    pub fn change(
+    /// Makes the redirection again that this one has replaced. What cannot be made is recorded, for
+    /// [`complete`](Self::complete).
+    fn reinstate(
+        &self,
+        ended: &RedirectionRecord,
+        others: &[RedirectionRecord],
+    ) -> Result<(), RedirectionError> {
+        let is_replaced = |other: &RedirectionRecord| {
+            other.stage == RecordStage::Active
+                && other.is_of(&ended.redirection)
+                && other.redirection.epoch < ended.redirection.epoch
+                && !other.is_superseded(others)
+        };
+        let Some(mut former) = others.iter().find(|other| is_replaced(other)).cloned() else { return Ok(()) };
+        let made = self.make_all(&former, former.plan.objects());
+        if let Err(error) = &made {
+            warn!(migration = %former.redirection.migration, %error, "not whole yet");
+        }
+        self.set_incomplete(&mut former, made.is_err())
+    }
+
+    /// Makes what is missing of an active redirection, unless a later one of the same card is there.
+    ///
+    /// # Errors
+    /// If something is still missing.
+    pub fn complete(&self, record: &RedirectionRecord) -> Result<(), RedirectionError> {
+        let _changing = self.lock();
+        let records = self.records()?;
+        let present = present(&records, record).filter(|record| record.stage == RecordStage::Active);
+        match present.filter(|record| !record.is_superseded(&records)).cloned() {
+            Some(record) => self.make_whole(record),
+            None => Ok(()),
+        }
+    }
+
+    fn make_whole(&self, mut record: RedirectionRecord) -> Result<(), RedirectionError> {
+        let made = self.make_all(&record, record.plan.objects());
+        self.set_incomplete(&mut record, made.is_err())?;
+        made
+    }
+
+    fn set_incomplete(
+        &self,
+        record: &mut RedirectionRecord,
+        is_incomplete: bool,
+    ) -> Result<(), RedirectionError> {
+        if record.is_incomplete == is_incomplete {
+            return Ok(());
+        }
+        record.is_incomplete = is_incomplete;
+        self.files(self.store.put(record))
+    }
+
+    /// Changes an active redirection: what both have in common stays.
+    fn change(
         &self,
         record: &RedirectionRecord,
         redirection: &Redirection,
-        abilities: &HostAbilities,
     ) -> Result<RedirectionRecord, RedirectionError> {
+        let _changing = self.lock();
+        let records = self.records()?;
+        let is_same = |present: &&RedirectionRecord| {
+            present.stage == record.stage && present.redirection == record.redirection
+        };
+        let record = present(&records, record)
+            .filter(is_same)
+            .ok_or_else(|| RedirectionError::Changed { migration: record.redirection.migration.clone() })?;
         may_change(&record.redirection, &redirection.migration, redirection.epoch)?;
         let mut next = RedirectionRecord { redirection: redirection.clone(), ..record.clone() };
-        next.plan = plan(redirection, &self.host, abilities)?;
-        adopt_settings(&mut next.plan, &self.records()?);
+        next.plan = self.plan(redirection, &records)?;
         let mut both = next.clone();
         both.plan.switched.extend(record.plan.objects().filter(|old| !has(&next.plan, old)).cloned());
         // Until it is done, the record names what is there before and after.
@@ -245,75 +284,91 @@ impl RedirectionKeeper {
         for old in
             record.plan.objects().rev().filter(|old| !has(&next.plan, old) && !is_replaced(old, &next.plan))
         {
-            kernel::remove(old)
-                .map_err(|source| RedirectionError::Kernel { object: describe(old), source })?;
+            self.kernel
+                .remove(old)
+                .map_err(|source| RedirectionError::Kernel { object: old.to_string(), source })?;
         }
-        self.make(next.plan.objects().filter(|object| !has(&record.plan, object)))?;
+        self.make_all(&next, next.plan.objects().filter(|object| !has(&record.plan, object)))?;
         self.files(self.store.put(&next))?;
         Ok(next)
     }
 
     /// Ends what old connections need. Where the guest needs its host for all others as well, their translation stays, and
     /// the record with it; otherwise everything is removed.
-    pub fn settle(
-        &self,
-        record: RedirectionRecord,
-        abilities: &HostAbilities,
-    ) -> Result<(), RedirectionError> {
+    pub fn drop_legs(&self, record: &RedirectionRecord) -> Result<(), RedirectionError> {
         let is_here = record.redirection.place.host == self.host;
-        let Some(settled) = settled(&record.redirection).filter(|_| is_here) else {
-            return self.release(record);
+        let Some(without_legs) = without_legs(&record.redirection).filter(|_| is_here) else {
+            return self.remove(record);
         };
-        self.change(&record, &settled, abilities)?;
-        record.redirection.legs.iter().try_for_each(|leg| self.forget_key(leg.number))
+        self.change(record, &without_legs)?;
+        self.forget_key(&record.redirection.migration)
     }
 
-    /// Restores the redirections that the records name, after a start of the agent or of the host: an active one is made
+    /// Resumes the redirections that the records name, after a start of the agent or of the host: an active one is made
     /// again as far as something of it is missing; one that was being removed is removed. What was prepared is left to
-    /// the migration, whose outcome decides: [`switch`](Self::switch) or [`undo`](Self::undo). Returns the records that
+    /// the migration, whose outcome decides: [`confirm`](Self::confirm) or [`remove`](Self::remove). Returns the records that
     /// remain, and the errors.
-    pub fn restore(&self) -> Result<(Vec<RedirectionRecord>, Vec<RedirectionError>), RedirectionError> {
-        let (mut remaining, mut errors) = (Vec::new(), Vec::new());
-        for record in self.records()? {
+    pub fn resume(&self) -> Result<(Vec<RedirectionRecord>, Vec<RedirectionError>), RedirectionError> {
+        let _changing = self.lock();
+        let records = self.records()?;
+        let mut errors = Vec::new();
+        for record in &records {
             let result = match record.stage {
-                RecordStage::Ending => {
-                    errors.extend(self.release(record).err());
-                    continue;
-                }
-                RecordStage::Prepared => Ok(()),
-                RecordStage::Active => self.make(record.plan.objects()),
+                RecordStage::Ending => self.end(record.clone()),
+                RecordStage::Active if !record.is_superseded(&records) => self.make_whole(record.clone()),
+                RecordStage::Active | RecordStage::Prepared => Ok(()),
             };
             errors.extend(result.err());
-            remaining.push(record);
         }
+        let mut remaining = self.records()?;
+        remaining.retain(|record| record.stage != RecordStage::Ending);
         Ok((remaining, errors))
     }
 
-    fn make<'a>(&self, objects: impl Iterator<Item = &'a KernelObject>) -> Result<(), RedirectionError> {
-        let key = |device: &str| {
-            let number = number_of_device(device).ok_or(io::ErrorKind::NotFound)?;
-            self.store.key(number)
-        };
+    /// Plans this host's part of a redirection.
+    fn plan(
+        &self,
+        redirection: &Redirection,
+        others: &[RedirectionRecord],
+    ) -> Result<HostPlan, RedirectionError> {
+        let kernel_features = self.kernel.kernel_features().map_err(RedirectionError::Features)?;
+        let mut plan = plan(redirection, &self.host, &kernel_features)?;
+        adopt_sysctls(&mut plan, others);
+        Ok(plan)
+    }
+
+    fn make_one(&self, record: &RedirectionRecord, object: &KernelObject) -> Result<(), RedirectionError> {
+        let key = || self.store.end(&record.redirection.migration).map(|end| end.key);
+        let made = self.kernel.make(object, &key);
+        made.map_err(|source| RedirectionError::Kernel { object: object.to_string(), source })
+    }
+
+    /// Makes all that can be made. Returns the first error.
+    fn make_all<'a>(
+        &self,
+        record: &RedirectionRecord,
+        objects: impl Iterator<Item = &'a KernelObject>,
+    ) -> Result<(), RedirectionError> {
+        let mut result = Ok(());
         for object in objects {
-            kernel::make(object, &key)
-                .map_err(|source| RedirectionError::Kernel { object: describe(object), source })?;
+            let made = self.make_one(record, object);
+            result = result.and(made);
         }
-        Ok(())
+        result
     }
 
-    /// Removes what an attempt has left, as far as possible; the record remains with what is left.
-    fn discard(&self, record: &RedirectionRecord) {
-        if let Err(error) = self.release(record.clone()) {
-            warn!(migration = %record.redirection.migration, %error, "left behind until the agent starts anew");
+    /// Removes what a former redirection has, but for what the next one needs, and for sysctls that are not ours alone: these
+    /// are restored when it ends.
+    fn remove_former(&self, former: &RedirectionRecord, next: &HostPlan) -> Result<(), RedirectionError> {
+        let mut result = Ok(());
+        let objects = former.plan.objects().rev();
+        for object in objects.filter(|object| !object.is_shared_sysctl() && !has(next, object)) {
+            let removed = self.kernel.remove(object);
+            result = result.and(
+                removed.map_err(|source| RedirectionError::Kernel { object: object.to_string(), source }),
+            );
         }
-    }
-
-    /// Returns the records of the same card that are older.
-    fn formers(&self, record: &RedirectionRecord) -> Result<Vec<RedirectionRecord>, RedirectionError> {
-        let is_former = |other: &RedirectionRecord| {
-            other.is_of(&record.redirection) && other.redirection.epoch < record.redirection.epoch
-        };
-        Ok(self.records()?.into_iter().filter(is_former).collect())
+        result
     }
 
     fn files<T>(&self, result: io::Result<T>) -> Result<T, RedirectionError> {
@@ -321,28 +376,45 @@ impl RedirectionKeeper {
     }
 }
 
-/// Takes over what other redirections know of settings that they have changed: the value before any of them.
-fn adopt_settings(plan: &mut HostPlan, others: &[RedirectionRecord]) {
+/// Returns the record that is there now in place of this one.
+fn present<'a>(
+    records: &'a [RedirectionRecord],
+    record: &RedirectionRecord,
+) -> Option<&'a RedirectionRecord> {
+    records.iter().find(|other| other.redirection.migration == record.redirection.migration)
+}
+
+/// Returns the records of the same card that are older.
+fn formers<'a>(
+    records: &'a [RedirectionRecord],
+    record: &'a RedirectionRecord,
+) -> impl Iterator<Item = &'a RedirectionRecord> {
+    let (redirection, epoch) = (&record.redirection, record.redirection.epoch);
+    records.iter().filter(move |other| other.is_of(redirection) && other.redirection.epoch < epoch)
+}
+
+/// Takes over what other redirections know of sysctls that they have changed: the value before any of them.
+fn adopt_sysctls(plan: &mut HostPlan, others: &[RedirectionRecord]) {
     for object in plan.prepared.iter_mut().chain(&mut plan.switched) {
-        let KernelObject::Setting(setting) = object else { continue };
+        let KernelObject::Sysctl(sysctl) = object else { continue };
         let known = others.iter().flat_map(|record| record.plan.objects()).find_map(|other| match other {
-            KernelObject::Setting(other) if other.path == setting.path => other.before.clone(),
+            KernelObject::Sysctl(other) if other.path == sysctl.path => other.before.clone(),
             _ => None,
         });
         if known.is_some() {
-            setting.before = known;
+            sysctl.before = known;
         }
     }
 }
 
-/// Returns true if another redirection needs a setting of the host, which is not restored then.
+/// Returns true if another redirection needs a sysctl of the host, which is not restored then.
 fn is_needed(object: &KernelObject, record: &RedirectionRecord, others: &[RedirectionRecord]) -> bool {
-    let KernelObject::Setting(setting) = object else { return false };
+    let KernelObject::Sysctl(sysctl) = object else { return false };
     let others = others.iter().filter(|other| other.names() != record.names());
-    setting.before.is_some()
+    sysctl.before.is_some()
         && others
             .flat_map(|other| other.plan.objects())
-            .any(|other| matches!(other, KernelObject::Setting(other) if other.path == setting.path))
+            .any(|other| matches!(other, KernelObject::Sysctl(other) if other.path == sysctl.path))
 }
 
 fn has(plan: &HostPlan, object: &KernelObject) -> bool {
@@ -356,31 +428,10 @@ fn is_replaced(object: &KernelObject, plan: &HostPlan) -> bool {
     plan.objects().any(same)
 }
 
-/// Describes an object for an error.
-fn describe(object: &KernelObject) -> String {
-    match object {
-        KernelObject::Device(device) => format!("device {}", device.name),
-        KernelObject::Setting(setting) => format!("setting {}", setting.path),
-        KernelObject::Port { device, bridge, .. } => format!("port {device} of bridge {bridge}"),
-        KernelObject::Up { device } => format!("device {device} up"),
-        KernelObject::Address { device, address } => format!("address {} of {device}", address.address),
-        KernelObject::Neighbour { device, address, .. } => format!("neighbour {address} behind {device}"),
-        KernelObject::Proxy { device, address } => format!("answers for {address} at {device}"),
-        KernelObject::Route(route) => {
-            format!(
-                "a route to {}/{} by {}",
-                route.destination.address, route.destination.length, route.device
-            )
-        }
-        KernelObject::Policy(rule) => format!("policy rule {} to table {}", rule.priority, rule.table),
-        KernelObject::Rules(table) => format!("table {}", table.name),
-    }
-}
-
-fn announce(station: &str, mac: Mac, addresses: &[IpAddr]) -> io::Result<()> {
+fn announce(device: &str, mac: Mac, addresses: &[IpAddr]) -> io::Result<()> {
     let claim = |address: &IpAddr| Claim { vlan: None, address: *address, is_router: false };
     let claims: Vec<_> = addresses.iter().map(claim).collect();
-    let socket = PacketSocket::sender(station, MARK)?;
+    let socket = PacketSocket::sender(device, MARK)?;
     announcement::frames(mac, &claims)
         .iter()
         .try_for_each(|frame| socket.send([0; VIRTIO_HEADER_BYTES], frame))

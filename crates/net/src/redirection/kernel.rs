@@ -8,18 +8,18 @@ use std::path::Path;
 use rustix::io::Errno;
 
 use super::encoding;
-use super::names::PROTOCOL;
+use super::kernel_names::PROTOCOL;
+use super::model::Prefix;
 use super::objects::{
-    DeviceKind, DeviceObject, KernelObject, PolicyRule, RouteObject, SettingObject, TunnelEnd,
+    DeviceKind, DeviceObject, KernelObject, PolicyRule, RouteObject, Sysctl, TunnelEndpoint,
 };
-use super::parts::Prefix;
-use super::rules::{ChainHook, RuleChain, RuleFamily, RulePart, RuleTable};
+use super::rules::{ChainHook, RuleChain, RuleExpression, RuleFamily, RuleTable};
 use super::tunnel::{Key, TunnelKind};
 use super::wireguard;
 use crate::divert::TABLE_START;
 use crate::ethernet::Mac;
-use crate::inventory;
 use crate::netlink::{ACKNOWLEDGE, CREATE, EXCLUSIVE, REPLACE, Requests, Socket};
+use crate::own_objects;
 
 /// Numbers of `linux/rtnetlink.h`, `linux/if_link.h` and their like.
 mod abi {
@@ -47,7 +47,7 @@ mod abi {
     pub(super) const LINK_FAMILY: u16 = 26;
     pub(super) const INFO_KIND: u16 = 1;
     pub(super) const INFO_DATA: u16 = 2;
-    pub(super) const PAIR_PEER: u16 = 1;
+    pub(super) const VETH_PEER: u16 = 1;
     pub(super) const BRIDGE_VLAN: u16 = 2;
     /// VLAN of frames without a tag, in and out.
     pub(super) const VLAN_UNTAGGED: u16 = 2 | 4;
@@ -71,19 +71,25 @@ mod abi {
 const ABSENT: [Errno; 5] = [Errno::NOENT, Errno::SRCH, Errno::NODEV, Errno::NXIO, Errno::ADDRNOTAVAIL];
 
 /// Makes an object. One that is there already is left as it is, or made anew; a device of another migration is an error.
-/// `key` returns the private key of a tunnel of `WireGuard` by the device's name.
-pub fn make(object: &KernelObject, key: &impl Fn(&str) -> io::Result<Key>) -> io::Result<()> {
+/// `key` returns the private key of a tunnel of `WireGuard`.
+pub fn make(object: &KernelObject, key: &dyn Fn() -> io::Result<Key>) -> io::Result<()> {
     match object {
         KernelObject::Device(device) => make_device(device, key),
-        KernelObject::Setting(setting) => set(&setting.path, &setting.value),
+        KernelObject::Sysctl(Sysctl { path, value, before }) => {
+            if before.is_some() {
+                unless_gone(set(path, value))
+            } else {
+                set(path, value)
+            }
+        }
         KernelObject::Port { device, bridge, vlan } => join(device, bridge, *vlan),
         KernelObject::Up { device } => change_link(device, |_| {}, abi::IS_UP),
         KernelObject::Address { device, address } => {
             present(address_request(abi::NEW_ADDRESS, device, *address)?)
         }
-        KernelObject::Neighbour { device, address, station } => {
+        KernelObject::Neighbour { device, address, mac } => {
             let mut request = neighbour(abi::NEW_NEIGHBOUR, device, *address, 0)?;
-            request.attribute(2, &station.0);
+            request.attribute(2, &mac.0);
             present(request)
         }
         KernelObject::Proxy { device, address } => {
@@ -98,13 +104,13 @@ pub fn make(object: &KernelObject, key: &impl Fn(&str) -> io::Result<Key>) -> io
     }
 }
 
-/// Removes an object; one that is not there is no error. Settings of the host as a whole are restored; those of our own
+/// Removes an object; one that is not there is no error. Sysctls of the host as a whole are set back; those of our own
 /// devices end with these.
 pub fn remove(object: &KernelObject) -> io::Result<()> {
     match object {
         KernelObject::Device(device) => remove_device(device),
-        KernelObject::Setting(SettingObject { path, before, .. }) => {
-            before.as_ref().map_or(Ok(()), |before| set(path, before))
+        KernelObject::Sysctl(Sysctl { path, before, .. }) => {
+            before.as_ref().map_or(Ok(()), |before| unless_gone(set(path, before)))
         }
         // They end with their device.
         KernelObject::Port { .. } | KernelObject::Up { .. } => Ok(()),
@@ -139,12 +145,20 @@ fn gone(request: io::Result<Requests>) -> io::Result<()> {
     }
 }
 
-/// Writes a value of `/proc/sys`. A device whose packets are too small for IPv6 has no settings of IPv6.
+/// Writes a value of `/proc/sys`. A device whose packets are too small for IPv6 has no sysctls of IPv6.
 fn set(path: &str, value: &str) -> io::Result<()> {
     match fs::write(Path::new("/proc/sys").join(path), value) {
         Err(error) if error.kind() == io::ErrorKind::NotFound && path.ends_with("/disable_ipv6") => Ok(()),
         Err(error) => Err(io::Error::new(error.kind(), format!("cannot set {path} to {value}: {error}"))),
         Ok(()) => Ok(()),
+    }
+}
+
+/// Takes it for a success that a device which is not ours has gone, with its sysctls.
+fn unless_gone(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        result => result,
     }
 }
 
@@ -164,19 +178,19 @@ fn link_header(family: u8, index: u32, flags: u32) -> Vec<u8> {
     [u32::from_ne_bytes([family, 0, 0, 0]), index, flags, flags].map(u32::to_ne_bytes).as_flattened().to_vec()
 }
 
-fn make_device(device: &DeviceObject, key: &impl Fn(&str) -> io::Result<Key>) -> io::Result<()> {
+fn make_device(device: &DeviceObject, key: &dyn Fn() -> io::Result<Key>) -> io::Result<()> {
     let mut request = Requests::default();
     request.request(abi::NEW_LINK, ACKNOWLEDGE | CREATE | EXCLUSIVE, &link_header(0, 0, 0));
     request.text(abi::LINK_NAME, &device.name);
     request.attribute(abi::LINK_MTU, &device.mtu.to_ne_bytes());
-    if let Some(station) = device.station {
-        request.attribute(abi::LINK_ADDRESS, &station.0);
+    if let Some(mac) = device.mac {
+        request.attribute(abi::LINK_ADDRESS, &mac.0);
     }
     request.nest(abi::LINK_INFO);
     match &device.kind {
-        DeviceKind::Pair { peer, peer_station } => {
+        DeviceKind::Veth { peer, peer_mac } => {
             request.text(abi::INFO_KIND, "veth").nest(abi::INFO_DATA);
-            peer_device(&mut request, peer, *peer_station, device.mtu);
+            peer_device(&mut request, peer, *peer_mac, device.mtu);
             request.end();
         }
         DeviceKind::Tunnel(end) => tunnel(&mut request, *end),
@@ -189,50 +203,50 @@ fn make_device(device: &DeviceObject, key: &impl Fn(&str) -> io::Result<Key>) ->
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => own(device)?,
         result => result?,
     }
-    if let DeviceKind::Pair { peer, .. } = &device.kind {
+    if let DeviceKind::Veth { peer, .. } = &device.kind {
         name(peer, &device.alias)?;
     }
     name(&device.name, &device.alias)?;
     if let DeviceKind::WireGuard { end, peer } = &device.kind {
-        wireguard::configure(&device.name, &key(&device.name)?, *end, peer)?;
+        wireguard::configure(&device.name, &key()?, *end, peer)?;
     }
     Ok(())
 }
 
 /// Appends what is peculiar to the other device of a pair, which begins like a message about a device.
-fn peer_device(request: &mut Requests, peer: &str, station: Mac, mtu: u32) {
+fn peer_device(request: &mut Requests, peer: &str, mac: Mac, mtu: u32) {
     let mut inner = Requests::default();
     inner
         .text(abi::LINK_NAME, peer)
-        .attribute(abi::LINK_ADDRESS, &station.0)
+        .attribute(abi::LINK_ADDRESS, &mac.0)
         .attribute(abi::LINK_MTU, &mtu.to_ne_bytes());
-    request.attribute(abi::PAIR_PEER, &[link_header(0, 0, 0), inner.finish()].concat());
+    request.attribute(abi::VETH_PEER, &[link_header(0, 0, 0), inner.finish()].concat());
 }
 
 /// Appends the description of a tunnel's end.
-fn tunnel(request: &mut Requests, end: TunnelEnd) {
-    let is_v6 = end.own.is_ipv6();
+fn tunnel(request: &mut Requests, end: TunnelEndpoint) {
+    let is_v6 = end.local.is_ipv6();
     let key = end.identifier;
     match end.kind {
         TunnelKind::Vxlan => {
             request.text(abi::INFO_KIND, "vxlan").nest(abi::INFO_DATA);
             request.attribute(1, &key.to_ne_bytes());
-            address_attribute(request, if is_v6 { 16 } else { 2 }, end.other);
-            address_attribute(request, if is_v6 { 17 } else { 4 }, end.own);
+            address_attribute(request, if is_v6 { 16 } else { 2 }, end.remote);
+            address_attribute(request, if is_v6 { 17 } else { 4 }, end.local);
             request.attribute(5, &[abi::TTL]).attribute(7, &[0]).attribute(15, &end.port.to_be_bytes());
         }
         TunnelKind::Gre => {
             request.text(abi::INFO_KIND, if is_v6 { "ip6gre" } else { "gre" }).nest(abi::INFO_DATA);
             let flags = abi::GRE_KEY.to_be_bytes();
             request.attribute(2, &flags).attribute(3, &flags).number(4, key).number(5, key);
-            address_attribute(request, 6, end.own);
-            address_attribute(request, 7, end.other);
+            address_attribute(request, 6, end.local);
+            address_attribute(request, 7, end.remote);
             request.attribute(8, &[abi::TTL]);
         }
         TunnelKind::Ipip => {
             request.text(abi::INFO_KIND, "ipip").nest(abi::INFO_DATA);
-            address_attribute(request, 2, end.own);
-            address_attribute(request, 3, end.other);
+            address_attribute(request, 2, end.local);
+            address_attribute(request, 3, end.remote);
             request.attribute(4, &[abi::TTL]);
         }
         // It has a description of its own.
@@ -243,7 +257,7 @@ fn tunnel(request: &mut Requests, end: TunnelEnd) {
 
 /// Confirms that a device is of this migration, or has no name of a migration yet.
 fn own(device: &DeviceObject) -> io::Result<()> {
-    let found = inventory::devices()?.into_iter().find(|found| found.name == device.name);
+    let found = own_objects::devices()?.into_iter().find(|found| found.name == device.name);
     match found.and_then(|found| found.migration) {
         Some(other) if other != device.alias => {
             let text = format!("device {} belongs to migration {other}", device.name);
@@ -271,7 +285,7 @@ fn change_link(device: &str, add: impl FnOnce(&mut Requests), flags: u32) -> io:
 
 /// Removes a device, unless it belongs to another migration. The other device of a pair goes with it.
 fn remove_device(device: &DeviceObject) -> io::Result<()> {
-    let found = inventory::devices()?.into_iter().find(|found| found.name == device.name);
+    let found = own_objects::devices()?.into_iter().find(|found| found.name == device.name);
     let Some(found) = found else { return Ok(()) };
     if found.migration.is_some_and(|other| other != device.alias) {
         return Ok(());
@@ -385,12 +399,12 @@ fn policy_request(kind: u16, rule: &PolicyRule) -> Requests {
 /// # Errors
 /// Others than that it does not have it.
 pub fn has_tunnel(kind: TunnelKind, name: &str, ends: [IpAddr; 2]) -> io::Result<bool> {
-    let [own, other] = ends;
-    let end = TunnelEnd { kind, identifier: 0x57_ffff, own, other, port: 0 };
+    let [local, remote] = ends;
+    let end = TunnelEndpoint { kind, identifier: 0x57_ffff, local, remote, port: 0, other_port: 0 };
     let device = DeviceObject {
         name: name.to_owned(),
         alias: "a pre-flight check".to_owned(),
-        station: None,
+        mac: None,
         mtu: super::tunnel::LEAST_V6_MTU,
         kind: DeviceKind::Tunnel(end),
     };
@@ -417,7 +431,7 @@ pub fn has_tunnel(kind: TunnelKind, name: &str, ends: [IpAddr; 2]) -> io::Result
 /// Others than that it does not have them.
 pub fn has_egress() -> io::Result<bool> {
     let hook = ChainHook::Egress("lo".to_owned());
-    let rules = vec![vec![RulePart::Arp, RulePart::Accept]];
+    let rules = vec![vec![RuleExpression::Arp, RuleExpression::Accept]];
     let chain = RuleChain { name: "try".to_owned(), translates: false, hook, priority: 0, rules };
     let name = format!("{TABLE_START}a-pre-flight-check");
     let table = RuleTable { family: RuleFamily::Netdev, name, chains: vec![chain] };
@@ -428,5 +442,24 @@ pub fn has_egress() -> io::Result<bool> {
         // A kernel that knows no such place takes it for one of no meaning.
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(false),
         Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_of_a_device_that_is_gone_need_nothing() {
+        let no_key = || Err(io::ErrorKind::NotFound.into());
+        let setting = |before: Option<&str>| {
+            let path = "net/ipv6/conf/whimbrel-no-such/accept_ra".to_owned();
+            let before = before.map(str::to_owned);
+            KernelObject::Sysctl(Sysctl { path, value: "2".to_owned(), before })
+        };
+        remove(&setting(Some("1"))).unwrap();
+        make(&setting(Some("1")), &no_key).unwrap();
+        // One of our own is to be there.
+        make(&setting(None), &no_key).unwrap_err();
     }
 }

@@ -1,10 +1,11 @@
 //! Objects of a host's kernel of which a redirection consists.
 
+use std::fmt;
 use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
 
-use super::parts::Prefix;
+use super::model::Prefix;
 use super::rules::RuleTable;
 use super::tunnel::Key;
 use crate::ethernet::Mac;
@@ -16,7 +17,7 @@ pub enum KernelObject {
     /// A network device, which is not up yet.
     Device(DeviceObject),
     /// A value of `/proc/sys`.
-    Setting(SettingObject),
+    Sysctl(Sysctl),
     /// Membership of a device in a bridge.
     Port {
         /// The device.
@@ -38,14 +39,14 @@ pub enum KernelObject {
         /// The address, and the range that is reached directly.
         address: Prefix,
     },
-    /// A neighbour whose station is known.
+    /// A neighbour whose MAC address is known.
     Neighbour {
         /// The device behind which it is.
         device: String,
         /// Its address.
         address: IpAddr,
         /// Its MAC address.
-        station: Mac,
+        mac: Mac,
     },
     /// An address for which the host answers at a device.
     Proxy {
@@ -62,6 +63,32 @@ pub enum KernelObject {
     Rules(RuleTable),
 }
 
+impl KernelObject {
+    /// Returns true if it is a sysctl of the host as a whole, or of a device that is not ours.
+    pub fn is_shared_sysctl(&self) -> bool {
+        matches!(self, Self::Sysctl(setting) if setting.before.is_some())
+    }
+}
+
+impl fmt::Display for KernelObject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Device(device) => write!(f, "device {}", device.name),
+            Self::Sysctl(setting) => write!(f, "sysctl {}", setting.path),
+            Self::Port { device, bridge, .. } => write!(f, "port {device} of bridge {bridge}"),
+            Self::Up { device } => write!(f, "device {device} up"),
+            Self::Address { device, address } => write!(f, "address {} of {device}", address.address),
+            Self::Neighbour { device, address, .. } => write!(f, "neighbour {address} behind {device}"),
+            Self::Proxy { device, address } => write!(f, "answers for {address} at {device}"),
+            Self::Route(RouteObject { destination, device, .. }) => {
+                write!(f, "a route to {}/{} by {device}", destination.address, destination.length)
+            }
+            Self::Policy(rule) => write!(f, "policy rule {} to table {}", rule.priority, rule.table),
+            Self::Rules(table) => write!(f, "table {}", table.name),
+        }
+    }
+}
+
 /// A network device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceObject {
@@ -70,7 +97,7 @@ pub struct DeviceObject {
     /// Name of the migration, which the device bears as its alias.
     pub alias: String,
     /// MAC address; the kernel's choice, or nothing, if absent.
-    pub station: Option<Mac>,
+    pub mac: Option<Mac>,
     /// Largest packet, in bytes.
     pub mtu: u32,
     /// Kind of device.
@@ -82,18 +109,18 @@ pub struct DeviceObject {
 #[serde(rename_all = "snake_case")]
 pub enum DeviceKind {
     /// One of two devices that are connected with each other.
-    Pair {
+    Veth {
         /// Name of the other one.
         peer: String,
         /// Its MAC address.
-        peer_station: Mac,
+        peer_mac: Mac,
     },
     /// End of a tunnel that the kernel configures at once.
-    Tunnel(TunnelEnd),
+    Tunnel(TunnelEndpoint),
     /// End of a tunnel of `WireGuard`. Its private key is in a file of its own.
     WireGuard {
         /// The end.
-        end: TunnelEnd,
+        end: TunnelEndpoint,
         /// Public key of the other end.
         peer: Key,
     },
@@ -101,27 +128,29 @@ pub enum DeviceKind {
 
 /// One end of a tunnel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TunnelEnd {
+pub struct TunnelEndpoint {
     /// Kind.
     pub kind: super::tunnel::TunnelKind,
     /// Number that distinguishes tunnels between the same hosts.
     pub identifier: u32,
     /// This host's address.
-    pub own: IpAddr,
+    pub local: IpAddr,
     /// The other host's address.
-    pub other: IpAddr,
-    /// Port of UDP; zero for kinds without.
+    pub remote: IpAddr,
+    /// This host's port of UDP; zero for kinds without.
     pub port: u16,
+    /// The other host's port of UDP; zero for kinds without.
+    pub other_port: u16,
 }
 
 /// A value of `/proc/sys`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SettingObject {
+pub struct Sysctl {
     /// Path below `/proc/sys`.
     pub path: String,
     /// Value.
     pub value: String,
-    /// Value before any redirection, which is restored; absent for devices of our own, which end with their settings.
+    /// Value before any redirection, which is restored; absent for devices of our own, which end with their sysctls.
     pub before: Option<String>,
 }
 

@@ -8,21 +8,21 @@ use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
 
-use super::names::{
-    FROM_PRIORITY, MARK_MASK, MARKED_PRIORITY, MOST_LEGS, NEXT_HOP_V4, NEXT_HOP_V6, NUMBERS, Names,
+use super::kernel_names::{
+    FROM_PRIORITY, KernelNames, MARK_MASK, MARKED_PRIORITY, MOST_LEGS, NEXT_HOP_V4, NEXT_HOP_V6, NUMBERS,
     TO_PRIORITY,
 };
+use super::model::{Attachment, Leg, Prefix, Redirection};
 use super::objects::{
-    DeviceKind, DeviceObject, KernelObject, PolicyRule, RouteObject, SettingObject, TunnelEnd,
+    DeviceKind, DeviceObject, KernelObject, PolicyRule, RouteObject, Sysctl, TunnelEndpoint,
 };
-use super::parts::{Leg, Prefix, Presence, Redirection};
 use super::rules::{self, RuleChain, RuleFamily, RuleTable};
 use super::tunnel::{Tunnel, TunnelKind};
 use crate::ethernet::Mac;
 
 /// Abilities of a host, as far as plans depend on them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HostAbilities {
+pub struct KernelFeatures {
     /// True if it has IPv6.
     pub has_v6: bool,
     /// True if single devices can forward packets of IPv6 (Linux 6.17).
@@ -71,9 +71,13 @@ pub enum NoPlan {
 }
 
 /// Computes the plan of a host.
-pub fn plan(redirection: &Redirection, host: &str, abilities: &HostAbilities) -> Result<HostPlan, NoPlan> {
+pub fn plan(
+    redirection: &Redirection,
+    host: &str,
+    kernel_features: &KernelFeatures,
+) -> Result<HostPlan, NoPlan> {
     check(redirection)?;
-    let mut planner = Planner { redirection, abilities, plan: HostPlan::default() };
+    let mut planner = Planner { redirection, kernel_features, plan: HostPlan::default() };
     if redirection.place.host == host {
         planner.new_host()?;
     } else {
@@ -98,51 +102,51 @@ const ANSWERING_V6: [(&str, &str); 3] = [("forwarding", "1"), ("proxy_ndp", "1")
 
 struct Planner<'a> {
     redirection: &'a Redirection,
-    abilities: &'a HostAbilities,
+    kernel_features: &'a KernelFeatures,
     plan: HostPlan,
 }
 
 impl Planner<'_> {
     /// Plans a host that the guest has left.
     fn old_host(&mut self, leg: &Leg) -> Result<(), NoPlan> {
-        let names = Names(leg.number);
-        let addresses = addresses(&leg.presence);
+        let names = KernelNames(leg.number);
+        let addresses = addresses(&leg.attachment);
         self.global_settings(&addresses);
         self.tunnel(leg, true, &addresses)?;
         for address in &addresses {
             self.route_by_tunnel(names.inner_table(), Prefix::host(*address), leg);
         }
-        self.station(&leg.presence, names);
-        self.lan(&leg.presence, names);
-        self.policies(&leg.presence, names);
+        self.proxy_device(&leg.attachment, names);
+        self.lan(&leg.attachment, names);
+        self.policies(&leg.attachment, names);
         let tunnel = (names.tunnel(), leg.tunnel.mtu);
-        self.rules(names, RuleFamily::Inet, rules::at_old_host(&leg.presence, tunnel));
-        let questions = self.questions(&leg.presence, names);
-        self.rules(names, RuleFamily::Netdev, questions.into_iter().collect());
+        self.rules(names, RuleFamily::Inet, rules::at_old_host(&leg.attachment, tunnel));
+        let arp_sender_rewrite = self.arp_sender_rewrite(&leg.attachment, names);
+        self.rules(names, RuleFamily::Netdev, arp_sender_rewrite.into_iter().collect());
         Ok(())
     }
 
     /// Plans the host where the guest is.
     fn new_host(&mut self) -> Result<(), NoPlan> {
         let redirection = self.redirection;
-        let (names, presence) = (Names(redirection.place.number), &redirection.place.presence);
+        let (names, attachment) = (KernelNames(redirection.place.number), &redirection.place.attachment);
         let guest = redirection.guest_addresses();
-        let all: Vec<_> = guest.iter().copied().chain(addresses(presence)).collect();
+        let all: Vec<_> = guest.iter().copied().chain(addresses(attachment)).collect();
         self.global_settings(&all);
         for leg in &redirection.legs {
             self.tunnel(leg, false, &all)?;
         }
-        self.wire(names, &guest);
-        let mut frames = rules::wire(redirection, names);
+        self.bypass(names, &guest);
+        let mut frames = rules::bypass(redirection, names);
         if redirection.is_translated() {
-            self.station(presence, names);
-            self.lan(presence, names);
+            self.proxy_device(attachment, names);
+            self.lan(attachment, names);
             if let Some(home) = redirection.home() {
                 self.former_neighbours(home, names);
             }
-            self.policies(presence, names);
-            frames.extend(self.questions(presence, names));
-            frames.extend(self.isolation());
+            self.policies(attachment, names);
+            frames.extend(self.arp_sender_rewrite(attachment, names));
+            frames.extend(self.tap_filter());
         } else {
             for address in &guest {
                 self.policy(TO_PRIORITY, (None, Some(*address)), None, names.inner_table());
@@ -156,48 +160,48 @@ impl Planner<'_> {
         Ok(())
     }
 
-    /// Rules by which a station asks; they need a hook that older kernels lack, where the pre-flight check refuses.
-    fn questions(&self, presence: &Presence, names: Names) -> Option<RuleChain> {
-        let has_station = presence.lan.bridge.is_some() && self.abilities.has_egress;
-        has_station.then(|| rules::questions(presence, names)).flatten()
+    /// Rules by which a proxy device asks; they need a hook that older kernels lack, where the pre-flight check refuses.
+    fn arp_sender_rewrite(&self, attachment: &Attachment, names: KernelNames) -> Option<RuleChain> {
+        let has_device = attachment.lan.bridge.is_some() && self.kernel_features.has_egress;
+        has_device.then(|| rules::arp_sender_rewrite(attachment, names)).flatten()
     }
 
-    fn isolation(&self) -> Option<RuleChain> {
-        let is_needed = !self.redirection.place.presence.is_home() && self.abilities.has_egress;
-        is_needed.then(|| rules::isolation(self.redirection)).flatten()
+    fn tap_filter(&self) -> Option<RuleChain> {
+        let is_needed = !self.redirection.place.attachment.is_home() && self.kernel_features.has_egress;
+        is_needed.then(|| rules::tap_filter(self.redirection)).flatten()
     }
 
-    fn rules(&mut self, names: Names, family: RuleFamily, chains: Vec<RuleChain>) {
+    fn rules(&mut self, names: KernelNames, family: RuleFamily, chains: Vec<RuleChain>) {
         if !chains.is_empty() {
             let name = names.rules(&self.redirection.migration);
             self.plan.switched.push(KernelObject::Rules(RuleTable { family, name, chains }));
         }
     }
 
-    /// Plans settings of the host as a whole: it has to forward packets of IPv6, and still learn its own routes.
+    /// Plans sysctls of the host as a whole: it has to forward packets of IPv6, and still learn its own routes.
     fn global_settings(&mut self, addresses: &[IpAddr]) {
-        let abilities = self.abilities;
-        let is_needed = addresses.iter().any(IpAddr::is_ipv6) && abilities.has_v6;
-        if !is_needed || abilities.forwards_v6_by_device {
+        let kernel_features = self.kernel_features;
+        let is_needed = addresses.iter().any(IpAddr::is_ipv6) && kernel_features.has_v6;
+        if !is_needed || kernel_features.forwards_v6_by_device {
             return;
         }
         let setting = |path: String, value: &str, before: &str| {
             let (value, before) = (value.to_owned(), Some(before.to_owned()));
-            KernelObject::Setting(SettingObject { path, value, before })
+            KernelObject::Sysctl(Sysctl { path, value, before })
         };
-        for device in &abilities.advertised_devices {
+        for device in &kernel_features.advertised_devices {
             self.plan.switched.push(setting(format!("net/ipv6/conf/{device}/accept_ra"), "2", "1"));
         }
         let path = "net/ipv6/conf/all/forwarding".to_owned();
-        self.plan.switched.push(setting(path, "1", &abilities.v6_forwarding));
+        self.plan.switched.push(setting(path, "1", &kernel_features.v6_forwarding));
     }
 
-    fn device(&mut self, name: String, station: Option<Mac>, mtu: u32, kind: DeviceKind) {
+    fn device(&mut self, name: String, mac: Option<Mac>, mtu: u32, kind: DeviceKind) {
         let alias = self.redirection.migration.clone();
-        self.plan.prepared.push(KernelObject::Device(DeviceObject { name, alias, station, mtu, kind }));
+        self.plan.prepared.push(KernelObject::Device(DeviceObject { name, alias, mac, mtu, kind }));
     }
 
-    /// Plans settings of a device of our own, which are made before it is up.
+    /// Plans sysctls of a device of our own, which are made before it is up.
     fn settings(&mut self, device: &str, v4: &[(&str, &str)], v6: &[(&str, &str)], addresses: &[IpAddr]) {
         let path = |family: &str, key: &str| {
             let group = if key == "proxy_delay" { "neigh" } else { "conf" };
@@ -205,26 +209,26 @@ impl Planner<'_> {
         };
         let mut values: Vec<_> = v4.iter().map(|(key, value)| (path("ipv4", key), *value)).collect();
         let wants_v6 = addresses.iter().any(IpAddr::is_ipv6);
-        if self.abilities.has_v6 && wants_v6 {
+        if self.kernel_features.has_v6 && wants_v6 {
             let forwards: &[(&str, &str)] =
-                if self.abilities.forwards_v6_by_device { &[("force_forwarding", "1")] } else { &[] };
+                if self.kernel_features.forwards_v6_by_device { &[("force_forwarding", "1")] } else { &[] };
             let quiet =
                 [("accept_ra", "0"), ("accept_dad", "0"), ("addr_gen_mode", "1"), ("disable_ipv6", "0")];
             for (key, value) in quiet.iter().chain(v6).chain(forwards) {
                 values.push((path("ipv6", key), value));
             }
-        } else if self.abilities.has_v6 {
+        } else if self.kernel_features.has_v6 {
             values.push((path("ipv6", "disable_ipv6"), "1"));
         }
         for (path, value) in values {
-            let setting = SettingObject { path, value: value.to_owned(), before: None };
-            self.plan.prepared.push(KernelObject::Setting(setting));
+            let setting = Sysctl { path, value: value.to_owned(), before: None };
+            self.plan.prepared.push(KernelObject::Sysctl(setting));
         }
     }
 
     /// Plans a tunnel's end, which is up from the beginning.
     fn tunnel(&mut self, leg: &Leg, is_old: bool, addresses: &[IpAddr]) -> Result<(), NoPlan> {
-        let (names, tunnel) = (Names(leg.number), &leg.tunnel);
+        let (names, tunnel) = (KernelNames(leg.number), &leg.tunnel);
         let name = names.tunnel();
         let [old_mac, new_mac] = names.tunnel_macs();
         let (own_mac, other_mac) = if is_old { (old_mac, new_mac) } else { (new_mac, old_mac) };
@@ -238,7 +242,7 @@ impl Planner<'_> {
         let families: BTreeSet<_> = addresses.iter().map(IpAddr::is_ipv6).collect();
         for is_v6 in families.into_iter().filter(|_| has_frames) {
             let address = if is_v6 { NEXT_HOP_V6.into() } else { NEXT_HOP_V4.into() };
-            let neighbour = KernelObject::Neighbour { device: name.clone(), address, station: other_mac };
+            let neighbour = KernelObject::Neighbour { device: name.clone(), address, mac: other_mac };
             self.plan.prepared.push(neighbour);
         }
         Ok(())
@@ -253,7 +257,7 @@ impl Planner<'_> {
         let next_hop: IpAddr =
             if destination.address.is_ipv6() { NEXT_HOP_V6.into() } else { NEXT_HOP_V4.into() };
         let next_hop = (leg.tunnel.kind == TunnelKind::Vxlan).then_some(next_hop);
-        self.route(table, destination, Names(leg.number).tunnel(), next_hop);
+        self.route(table, destination, KernelNames(leg.number).tunnel(), next_hop);
     }
 
     fn policy(
@@ -268,8 +272,8 @@ impl Planner<'_> {
 
     /// Plans the choice of routing tables: packets for the guest lead to it, packets of the guest into the network. Where
     /// the host routes, the latter table has no way out, and the host's own follows.
-    fn policies(&mut self, presence: &Presence, names: Names) {
-        for address in addresses(presence) {
+    fn policies(&mut self, attachment: &Attachment, names: KernelNames) {
+        for address in addresses(attachment) {
             self.policy(TO_PRIORITY, (None, Some(address)), None, names.inner_table());
             self.policy(FROM_PRIORITY, (Some(address), None), None, names.lan_table());
         }
@@ -277,81 +281,80 @@ impl Planner<'_> {
 
     /// Plans the device that stands for the guest in a network: it answers for the guest's address, and nothing else. Where
     /// the host routes, packets reach it without one.
-    fn station(&mut self, presence: &Presence, names: Names) {
-        let Some(bridge) = presence.lan.bridge.clone() else { return };
-        let (station, port, mtu) = (names.station(), names.station_port(), presence.lan.mtu);
-        let public: Vec<_> = presence.pairs.iter().map(|pair| pair.public).collect();
-        self.device(station.clone(), Some(presence.station), mtu, pair(&port, names));
-        // The host's own addresses are not answered for at the guest's station.
+    fn proxy_device(&mut self, attachment: &Attachment, names: KernelNames) {
+        let Some(bridge) = attachment.lan.bridge.clone() else { return };
+        let (device, port, mtu) = (names.proxy_device(), names.proxy_port(), attachment.lan.mtu);
+        let public: Vec<_> = attachment.pairs.iter().map(|pair| pair.public).collect();
+        self.device(device.clone(), Some(attachment.mac), mtu, veth(&port, names));
+        // The host's own addresses are not answered for at the proxy device.
         let v4 = [("forwarding", "1"), ("arp_ignore", "8"), ("rp_filter", "0"), ("proxy_delay", "0")];
-        self.settings(&station, &v4, &ANSWERING_V6, &public);
+        self.settings(&device, &v4, &ANSWERING_V6, &public);
         self.settings(&port, &[], &[], &[]);
         for address in &public {
-            let proxy = KernelObject::Proxy { device: station.clone(), address: *address };
+            let proxy = KernelObject::Proxy { device: device.clone(), address: *address };
             self.plan.switched.push(proxy);
         }
-        self.link_local(&station, names, &public);
-        let vlan = presence.lan.vlan;
+        self.link_local(&device, names, &public);
+        let vlan = attachment.lan.vlan;
         self.plan.switched.push(KernelObject::Port { device: port.clone(), bridge, vlan });
-        for device in [port, station.clone()] {
+        for device in [port, device.clone()] {
             self.plan.switched.push(KernelObject::Up { device });
         }
-        self.plan.announced = Some((station, presence.station, public));
+        self.plan.announced = Some((device, attachment.mac, public));
     }
 
-    /// Plans the routes into the network of a station.
-    fn lan(&mut self, presence: &Presence, names: Names) {
-        if presence.lan.bridge.is_none() {
+    /// Plans the routes into the network of a proxy device.
+    fn lan(&mut self, attachment: &Attachment, names: KernelNames) {
+        if attachment.lan.bridge.is_none() {
             return;
         }
-        let (station, table) = (names.station(), names.lan_table());
-        for network in &presence.lan.networks {
-            self.route(table, network.prefix, station.clone(), None);
+        let (device, table) = (names.proxy_device(), names.lan_table());
+        for network in &attachment.lan.subnets {
+            self.route(table, network.prefix, device.clone(), None);
             if let Some(gateway) = network.gateway {
-                self.route(table, Prefix::all_like(gateway), station.clone(), Some(gateway));
+                self.route(table, Prefix::all_like(gateway), device.clone(), Some(gateway));
             }
         }
     }
 
     /// Plans the routes to the neighbours in the guest's home network, which know it by its own address.
-    fn former_neighbours(&mut self, home: &Leg, names: Names) {
-        for network in &home.presence.lan.networks {
+    fn former_neighbours(&mut self, home: &Leg, names: KernelNames) {
+        for network in &home.attachment.lan.subnets {
             self.route_by_tunnel(names.lan_table(), network.prefix, home);
         }
     }
 
-    /// Plans the wire to the guest's tap. The host answers there for all that it can reach, as the guest's gateway and its
+    /// Plans the bypass to the guest's tap. The host answers there for all that it can reach, as the guest's gateway and its
     /// neighbours would.
-    fn wire(&mut self, names: Names, guest: &BTreeSet<IpAddr>) {
-        let (wire, port, card) = (names.wire(), names.wire_port(), self.redirection.card);
+    fn bypass(&mut self, names: KernelNames, guest: &BTreeSet<IpAddr>) {
+        let (bypass, port, card) = (names.bypass(), names.bypass_port(), self.redirection.card);
         let addresses: Vec<_> = guest.iter().copied().collect();
-        let mtu = self.redirection.place.presence.lan.mtu;
-        self.device(wire.clone(), Some(names.wire_mac()), mtu, pair(&port, names));
+        let mtu = self.redirection.place.attachment.lan.mtu;
+        self.device(bypass.clone(), Some(names.bypass_mac()), mtu, veth(&port, names));
         let v4 = [("forwarding", "1"), ("proxy_arp", "1"), ("rp_filter", "0"), ("proxy_delay", "0")];
-        self.settings(&wire, &v4, &ANSWERING_V6, &addresses);
+        self.settings(&bypass, &v4, &ANSWERING_V6, &addresses);
         self.settings(&port, &[], &[], &[]);
-        for device in [port, wire.clone()] {
+        for device in [port, bypass.clone()] {
             self.plan.prepared.push(KernelObject::Up { device });
         }
         for address in guest {
-            let neighbour =
-                KernelObject::Neighbour { device: wire.clone(), address: *address, station: card };
+            let neighbour = KernelObject::Neighbour { device: bypass.clone(), address: *address, mac: card };
             self.plan.prepared.push(neighbour);
-            self.route(names.inner_table(), Prefix::host(*address), wire.clone(), None);
+            self.route(names.inner_table(), Prefix::host(*address), bypass.clone(), None);
         }
         if self.redirection.is_translated() {
-            let pairs = self.redirection.place.presence.pairs.iter();
+            let pairs = self.redirection.place.attachment.pairs.iter();
             for pair in pairs.filter(|pair| !pair.is_same()) {
                 // By this the host knows that it may answer for the address.
-                self.route(names.inner_table(), Prefix::host(pair.public), wire.clone(), None);
+                self.route(names.inner_table(), Prefix::host(pair.public), bypass.clone(), None);
             }
         }
-        self.link_local(&wire, names, &addresses);
-        self.v6_neighbours(&wire);
+        self.link_local(&bypass, names, &addresses);
+        self.v6_neighbours(&bypass);
     }
 
     /// Plans an address from which a device can answer questions of IPv6.
-    fn link_local(&mut self, device: &str, names: Names, addresses: &[IpAddr]) {
+    fn link_local(&mut self, device: &str, names: KernelNames, addresses: &[IpAddr]) {
         if addresses.iter().any(IpAddr::is_ipv6) {
             let address = Prefix { address: names.link_local(), length: 64 };
             self.plan.prepared.push(KernelObject::Address { device: device.to_owned(), address });
@@ -359,13 +362,13 @@ impl Planner<'_> {
     }
 
     /// Plans answers for the gateways and neighbours of IPv6, which have to be named one by one.
-    fn v6_neighbours(&mut self, wire: &str) {
+    fn v6_neighbours(&mut self, bypass: &str) {
         let Some(home) = &self.redirection.home_lan else { return };
-        let gateways = home.networks.iter().filter_map(|network| network.gateway);
+        let gateways = home.subnets.iter().filter_map(|network| network.gateway);
         let mut known: BTreeSet<_> = gateways.filter(IpAddr::is_ipv6).collect();
         known.extend(home.neighbours.iter().copied().map(IpAddr::from));
         for address in known {
-            let device = wire.to_owned();
+            let device = bypass.to_owned();
             let is_link_local = matches!(address, IpAddr::V6(address) if address.is_unicast_link_local());
             let object = if is_link_local {
                 KernelObject::Address { device, address: Prefix { address, length: 64 } }
@@ -378,10 +381,10 @@ impl Planner<'_> {
 
     /// Plans the ways by which answers return to a host that the guest has left.
     fn ways_back(&mut self, leg: &Leg, guest: &BTreeSet<IpAddr>) {
-        let table = Names(leg.number).tunnel_table();
+        let table = KernelNames(leg.number).tunnel_table();
         let is_translated = self.redirection.is_translated();
         let mut families = BTreeSet::new();
-        for pair in &leg.presence.pairs {
+        for pair in &leg.attachment.pairs {
             families.insert(Prefix::all_like(pair.guest));
             if !is_translated {
                 self.policy(FROM_PRIORITY, (Some(pair.guest), None), None, table);
@@ -397,16 +400,16 @@ impl Planner<'_> {
     }
 }
 
-fn pair(peer: &str, names: Names) -> DeviceKind {
-    DeviceKind::Pair { peer: peer.to_owned(), peer_station: names.port_mac() }
+fn veth(peer: &str, names: KernelNames) -> DeviceKind {
+    DeviceKind::Veth { peer: peer.to_owned(), peer_mac: names.port_mac() }
 }
 
 /// Returns what the kernel needs to know of one end of a tunnel.
-fn tunnel_kind(tunnel: &Tunnel, names: Names, is_old: bool) -> Result<DeviceKind, NoPlan> {
-    let (own, other) =
-        if is_old { (tunnel.old_end, tunnel.new_end) } else { (tunnel.new_end, tunnel.old_end) };
+fn tunnel_kind(tunnel: &Tunnel, names: KernelNames, is_old: bool) -> Result<DeviceKind, NoPlan> {
+    let ends = [(tunnel.old_endpoint, tunnel.ports[0]), (tunnel.new_endpoint, tunnel.ports[1])];
+    let [(local, port), (remote, other_port)] = if is_old { ends } else { [ends[1], ends[0]] };
     let identifier = names.network_identifier();
-    let end = TunnelEnd { kind: tunnel.kind, identifier, own, other, port: tunnel.port };
+    let end = TunnelEndpoint { kind: tunnel.kind, identifier, local, remote, port, other_port };
     if tunnel.kind != TunnelKind::WireGuard {
         return Ok(DeviceKind::Tunnel(end));
     }
@@ -414,9 +417,9 @@ fn tunnel_kind(tunnel: &Tunnel, names: Names, is_old: bool) -> Result<DeviceKind
     Ok(DeviceKind::WireGuard { end, peer: if is_old { new_key } else { old_key } })
 }
 
-/// Returns the addresses of a presence: the guest's and the public ones.
-fn addresses(presence: &Presence) -> Vec<IpAddr> {
-    let both: BTreeSet<_> = presence.pairs.iter().flat_map(|pair| [pair.guest, pair.public]).collect();
+/// Returns the addresses of an attachment: the guest's and the public ones.
+fn addresses(attachment: &Attachment) -> Vec<IpAddr> {
+    let both: BTreeSet<_> = attachment.pairs.iter().flat_map(|pair| [pair.guest, pair.public]).collect();
     both.into_iter().collect()
 }
 

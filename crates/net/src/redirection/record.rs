@@ -1,9 +1,10 @@
 //! Record of a redirection: what it is, and what of it may be in the kernel of this host.
 //!
 //! It is written before anything is made, and removed when nothing is left, so that the next agent can remove or restore
-//! everything, also after the host has started anew. Private keys are in files of their own. All files are readable by
-//! their owner alone.
+//! everything, also after the host has started anew. What a migration has reserved for its end of a tunnel, a private key
+//! and a port, is in a file of its own, which may precede the record. All files are readable by their owner alone.
 
+use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
@@ -11,23 +12,26 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::names::{NUMBERS, Names};
-use super::parts::Redirection;
+use super::kernel_names::{KernelNames, NUMBERS};
+use super::model::Redirection;
 use super::plan::HostPlan;
-use super::tunnel::Key;
+use super::tunnel::{Key, TunnelKind};
 
 /// Ends of the files' names.
 const RECORD_END: &str = ".json";
 /// See [`RECORD_END`].
 const KEY_END: &str = ".key";
+/// See [`RECORD_END`]: a file that is being written.
+const NEW_END: &str = ".new";
 
 /// Stage of a redirection at a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RecordStage {
-    /// The objects from before the stop are being made, or are there.
+    /// The objects from before the stop are being made, or are there. It may take packets already, for a guest whose
+    /// migration can still be aborted.
     Prepared,
-    /// It takes packets, or is about to.
+    /// It takes packets, and the guest has moved.
     Active,
     /// It is being removed.
     Ending,
@@ -44,20 +48,58 @@ pub struct RedirectionRecord {
     pub redirection: Redirection,
     /// The objects that this host has of it.
     pub plan: HostPlan,
+    /// True if something of it could not be made, and is to be tried again.
+    #[serde(default)]
+    pub is_incomplete: bool,
     /// Time at which it became active, in milliseconds since 1970; the time of the record before that.
     pub since_unix_ms: u64,
 }
 
 impl RedirectionRecord {
     /// Returns the names of what this host has of it.
-    pub fn names(&self) -> Names {
+    pub fn names(&self) -> KernelNames {
         let own = self.redirection.legs.iter().find(|leg| leg.host == self.host);
-        Names(own.map_or(self.redirection.place.number, |leg| leg.number))
+        KernelNames(own.map_or(self.redirection.place.number, |leg| leg.number))
+    }
+
+    /// Returns this host's ports of its tunnels of a kind.
+    pub fn own_ports(&self, kind: TunnelKind) -> impl Iterator<Item = u16> {
+        let tunnels = self.redirection.legs.iter().filter(move |leg| leg.tunnel.kind == kind);
+        let is_here = self.redirection.place.host == self.host;
+        let tunnels = tunnels.filter(move |leg| is_here || leg.host == self.host);
+        tunnels.map(move |leg| leg.tunnel.ports[usize::from(is_here)])
+    }
+
+    /// Returns true if it is for a card that has a later redirection which is not ending: packets take that one, or are about
+    /// to.
+    pub fn is_superseded(&self, records: &[RedirectionRecord]) -> bool {
+        let is_later = |other: &&RedirectionRecord| {
+            other.is_of(&self.redirection)
+                && other.redirection.epoch > self.redirection.epoch
+                && other.stage != RecordStage::Ending
+        };
+        records.iter().any(|other| is_later(&other))
     }
 
     /// Returns true if it is for the same card of the same guest.
     pub fn is_of(&self, redirection: &Redirection) -> bool {
         self.redirection.card == redirection.card && self.redirection.guest() == redirection.guest()
+    }
+}
+
+/// Reservation of a migration for this host's end of a tunnel.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ReservedEnd {
+    /// Private key.
+    pub key: Key,
+    /// Port of UDP.
+    pub port: u16,
+}
+
+impl fmt::Debug for ReservedEnd {
+    /// Nobody else learns the key.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReservedEnd").field("port", &self.port).finish_non_exhaustive()
     }
 }
 
@@ -75,15 +117,12 @@ impl RecordStore {
 
     /// Returns all records. One that cannot be read is an error: what it names is in the kernel.
     pub fn all(&self) -> io::Result<Vec<RedirectionRecord>> {
-        let entries = match fs::read_dir(&self.directory) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => entries?,
-        };
         let mut records = Vec::new();
-        for entry in entries {
-            let path = entry?.path();
-            if path.file_name().is_some_and(|name| name.to_string_lossy().ends_with(RECORD_END)) {
-                records.push(read(&path)?);
+        for name in self.names()?.iter().filter(|name| name.ends_with(RECORD_END)) {
+            match read(&self.directory.join(name)) {
+                // It has ended since the directory was read.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                record => records.push(record?),
             }
         }
         records.sort_by_key(|record: &RedirectionRecord| record.names().0);
@@ -96,43 +135,60 @@ impl RecordStore {
         self.write(&self.path(record.names().0, RECORD_END), &bytes)
     }
 
-    /// Removes a record, and the keys of its tunnels.
+    /// Removes a record, and what its migration has reserved.
     pub fn remove(&self, record: &RedirectionRecord) -> io::Result<()> {
-        for leg in &record.redirection.legs {
-            self.remove_key(leg.number)?;
-        }
+        self.remove_end(&record.redirection.migration)?;
         unless_absent(fs::remove_file(self.path(record.names().0, RECORD_END)))
     }
 
-    /// Returns the numbers of tunnels whose private keys are kept.
-    pub fn keys(&self) -> io::Result<Vec<u32>> {
+    /// Returns the migrations that have reserved an end.
+    pub fn ends(&self) -> io::Result<Vec<String>> {
+        let names = self.names()?;
+        let migration = |name: &String| {
+            let (guest, epoch) = name.strip_suffix(KEY_END)?.rsplit_once('@')?;
+            Some(format!("{guest}#{epoch}"))
+        };
+        Ok(names.iter().filter_map(migration).collect())
+    }
+
+    /// Keeps what a migration has reserved.
+    pub fn put_end(&self, migration: &str, end: &ReservedEnd) -> io::Result<()> {
+        self.write(&self.end_path(migration), &[&end.key[..], &end.port.to_be_bytes()].concat())
+    }
+
+    /// Returns what a migration has reserved.
+    pub fn end(&self, migration: &str) -> io::Result<ReservedEnd> {
+        let bytes = fs::read(self.end_path(migration))?;
+        let parts = bytes.split_first_chunk().and_then(|(key, port)| Some((*key, port.try_into().ok()?)));
+        let (key, port) = parts.ok_or_else(|| {
+            io::Error::new(io::ErrorKind::InvalidData, "a private key has 32 bytes, and a port 2")
+        })?;
+        Ok(ReservedEnd { key, port: u16::from_be_bytes(port) })
+    }
+
+    /// Removes what a migration has reserved, if there is something.
+    pub fn remove_end(&self, migration: &str) -> io::Result<()> {
+        unless_absent(fs::remove_file(self.end_path(migration)))
+    }
+
+    /// Removes files that an agent before this one has not written to their end.
+    pub fn remove_unwritten(&self) -> io::Result<()> {
+        for name in self.names()?.iter().filter(|name| name.ends_with(NEW_END)) {
+            unless_absent(fs::remove_file(self.directory.join(name)))?;
+        }
+        Ok(())
+    }
+
+    fn names(&self) -> io::Result<Vec<String>> {
         let entries = match fs::read_dir(&self.directory) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             entries => entries?,
         };
-        let mut numbers = Vec::new();
-        for entry in entries {
-            let name = entry?.file_name();
-            let number: Option<u32> = name.to_str().and_then(|name| name.strip_suffix(KEY_END)?.parse().ok());
-            numbers.extend(number);
-        }
-        Ok(numbers)
+        entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
     }
 
-    /// Keeps the private key of a tunnel.
-    pub fn put_key(&self, number: u32, key: &Key) -> io::Result<()> {
-        self.write(&self.path(number, KEY_END), key)
-    }
-
-    /// Returns the private key of a tunnel.
-    pub fn key(&self, number: u32) -> io::Result<Key> {
-        let bytes = fs::read(self.path(number, KEY_END))?;
-        bytes.try_into().map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "a private key has 32 bytes"))
-    }
-
-    /// Removes the private key of a tunnel, if it is there.
-    pub fn remove_key(&self, number: u32) -> io::Result<()> {
-        unless_absent(fs::remove_file(self.path(number, KEY_END)))
+    fn end_path(&self, migration: &str) -> PathBuf {
+        self.directory.join(format!("{}{KEY_END}", migration.replace(['#', '/'], "@")))
     }
 
     fn path(&self, number: u32, end: &str) -> PathBuf {
@@ -141,7 +197,8 @@ impl RecordStore {
 
     fn write(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.directory)?;
-        let new = path.with_extension("new");
+        let mut new = path.as_os_str().to_owned();
+        new.push(NEW_END);
         let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
         file.write_all(bytes)?;
         file.sync_all()?;

@@ -1,14 +1,14 @@
 //! Rules of netfilter for a redirection.
 //!
-//! A table of the family `netdev` is the wire between the guest's tap and a device of the host; one of the family `inet`
+//! A table of the family `netdev` is the bypass between the guest's tap and a device of the host; one of the family `inet`
 //! marks connections by the tunnel through which they came, translates addresses, and limits the segments of TCP.
 
 use std::net::{IpAddr, Ipv4Addr};
 
 use serde::{Deserialize, Serialize};
 
-use super::names::{Names, WIRE_MARK};
-use super::parts::{AddressPair, Prefix, Presence, Redirection};
+use super::kernel_names::{BYPASS_MARK, KernelNames};
+use super::model::{AddressPair, Attachment, Prefix, Redirection};
 use crate::divert::MARK;
 use crate::ethernet::Mac;
 
@@ -82,13 +82,13 @@ pub struct RuleChain {
     /// Chains with a lower number come first.
     pub priority: i32,
     /// Rules: lists of conditions and actions.
-    pub rules: Vec<Vec<RulePart>>,
+    pub rules: Vec<Vec<RuleExpression>>,
 }
 
 /// A condition or an action of a rule.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum RulePart {
+pub enum RuleExpression {
     /// The packet came in from this device.
     In(String),
     /// It did not.
@@ -112,10 +112,10 @@ pub enum RulePart {
     /// These flags of TCP are not as in the second number.
     NotTcpFlags(u8, u8),
     /// State of connection tracking, as bits.
-    Tracked(u32),
-    /// The frame is for one station.
+    CtState(u32),
+    /// The frame is for one MAC address.
     Unicast,
-    /// The frame is an ARP message of the station with this address.
+    /// The frame is an ARP message of the sender with this address.
     ArpOf(Ipv4Addr),
     /// The ARP message is not about an address in this range.
     NotArpFor(Prefix),
@@ -128,19 +128,19 @@ pub enum RulePart {
     /// The packet gets this mark as a whole.
     SetWholeMark(u32),
     /// The connection gets this mark in the bits of legs.
-    SetConnectionMark(u32),
+    SetCtMark(u32),
     /// The packet gets the mark of its connection, of which the bits of legs.
-    RestoreMark,
+    RestoreCtMark,
     /// The packet is not tracked.
-    NotTracked,
+    Notrack,
     /// The connection's sender becomes this.
-    TranslateSource(IpAddr),
+    Snat(IpAddr),
     /// The connection's receiver becomes this.
-    TranslateDestination(IpAddr),
+    Dnat(IpAddr),
     /// Segments of TCP are at most this long.
-    LimitSegments(u16),
-    /// The frame goes to this station.
-    SetStation(Mac),
+    ClampMss(u16),
+    /// The frame goes to this MAC address.
+    SetDestinationMac(Mac),
     /// The ARP message says that it comes from this address.
     SetArpSender(Ipv4Addr),
     /// The frame leaves by this device.
@@ -157,37 +157,38 @@ fn chain(
     translates: bool,
     hook: ChainHook,
     priority: i32,
-    rules: Vec<Vec<RulePart>>,
+    rules: Vec<Vec<RuleExpression>>,
 ) -> Option<RuleChain> {
     (!rules.is_empty()).then(|| RuleChain { name: name.to_owned(), translates, hook, priority, rules })
 }
 
-/// Returns the rules of the wire: what the guest sends goes to the host, and what the host sends on the wire to the guest.
-pub(super) fn wire(redirection: &Redirection, names: Names) -> Vec<RuleChain> {
+/// Returns the rules of the bypass: what the guest sends goes to the host, and what the host sends there to the guest.
+pub(super) fn bypass(redirection: &Redirection, names: KernelNames) -> Vec<RuleChain> {
     let tap = || redirection.place.interface.clone();
-    let forward = || RulePart::Forward(names.wire_port());
-    let to_host = || [RulePart::SetStation(names.wire_mac()), forward()];
+    let forward = || RuleExpression::Forward(names.bypass_port());
+    let to_host = || [RuleExpression::SetDestinationMac(names.bypass_mac()), forward()];
     let from_guest = if redirection.is_translated() {
-        vec![[vec![RulePart::Unicast], to_host().to_vec()].concat(), vec![forward()]]
+        vec![[vec![RuleExpression::Unicast], to_host().to_vec()].concat(), vec![forward()]]
     } else {
-        let networks = redirection.place.presence.lan.networks.iter().map(|network| network.prefix);
-        let networks = networks.filter(|prefix| prefix.address.is_ipv4());
-        let others: Vec<_> = networks.map(RulePart::NotArpFor).collect();
+        let subnets = redirection.place.attachment.lan.subnets.iter().map(|network| network.prefix);
+        let subnets = subnets.filter(|prefix| prefix.address.is_ipv4());
+        let others: Vec<_> = subnets.map(RuleExpression::NotArpFor).collect();
         let of = |address: &IpAddr| match address {
             IpAddr::V4(v4) => vec![
-                [vec![RulePart::Source(*address)], to_host().to_vec()].concat(),
-                // Stations of the new network answer by themselves.
-                [vec![RulePart::ArpOf(*v4)], others.clone(), to_host().to_vec()].concat(),
+                [vec![RuleExpression::Source(*address)], to_host().to_vec()].concat(),
+                // Neighbours in the new network answer by themselves.
+                [vec![RuleExpression::ArpOf(*v4)], others.clone(), to_host().to_vec()].concat(),
             ],
             IpAddr::V6(_) => vec![
-                [vec![RulePart::Source(*address), RulePart::Unicast], to_host().to_vec()].concat(),
-                vec![RulePart::Source(*address), forward()],
+                [vec![RuleExpression::Source(*address), RuleExpression::Unicast], to_host().to_vec()]
+                    .concat(),
+                vec![RuleExpression::Source(*address), forward()],
             ],
         };
         redirection.guest_addresses().iter().flat_map(of).collect()
     };
-    let to_guest = vec![vec![RulePart::SetWholeMark(WIRE_MARK), RulePart::Forward(tap())]];
-    let port = ChainHook::Ingress(names.wire_port());
+    let to_guest = vec![vec![RuleExpression::SetWholeMark(BYPASS_MARK), RuleExpression::Forward(tap())]];
+    let port = ChainHook::Ingress(names.bypass_port());
     [
         chain("from-guest", false, ChainHook::Ingress(tap()), 0, from_guest),
         chain("to-guest", false, port, 0, to_guest),
@@ -198,53 +199,53 @@ pub(super) fn wire(redirection: &Redirection, names: Names) -> Vec<RuleChain> {
 }
 
 /// Returns the rules that keep the frames of the new network from the guest, which would learn from them: it has no
-/// address there. Frames of the handover and of the wire pass.
-pub(super) fn isolation(redirection: &Redirection) -> Option<RuleChain> {
+/// address there. Frames of the handover and of the bypass pass.
+pub(super) fn tap_filter(redirection: &Redirection) -> Option<RuleChain> {
     let hook = ChainHook::Egress(redirection.place.interface.clone());
-    let pass = |mark| vec![RulePart::Mark(mark), RulePart::Accept];
+    let pass = |mark| vec![RuleExpression::Mark(mark), RuleExpression::Accept];
     // Behind the diversion of frames that are held, which takes all but its own.
-    chain("to-tap", false, hook, 10, vec![pass(MARK), pass(WIRE_MARK), vec![RulePart::Drop]])
+    chain("to-tap", false, hook, 10, vec![pass(MARK), pass(BYPASS_MARK), vec![RuleExpression::Drop]])
 }
 
-/// Returns the rules by which a station asks for its neighbours as the guest would: from its address. The host would ask
-/// from an address of its own, and neighbours would look for the host at the guest's station.
-pub(super) fn questions(presence: &Presence, names: Names) -> Option<RuleChain> {
+/// Returns the rules by which a proxy device asks for its neighbours as the guest would: from its address. The host would ask
+/// from an address of its own, and neighbours would look for the host at the guest's MAC address.
+pub(super) fn arp_sender_rewrite(attachment: &Attachment, names: KernelNames) -> Option<RuleChain> {
     let of_v4 = |pair: &AddressPair| match pair.public {
         IpAddr::V4(address) => Some(address),
         IpAddr::V6(_) => None,
     };
-    let rules = presence.pairs.iter().find_map(of_v4);
-    let rules = rules.map(|address| vec![RulePart::Arp, RulePart::SetArpSender(address)]);
-    chain("questions", false, ChainHook::Egress(names.station()), 0, rules.into_iter().collect())
+    let rules = attachment.pairs.iter().find_map(of_v4);
+    let rules = rules.map(|address| vec![RuleExpression::Arp, RuleExpression::SetArpSender(address)]);
+    chain("questions", false, ChainHook::Egress(names.proxy_device()), 0, rules.into_iter().collect())
 }
 
 /// Returns the rules for packets of bridged frames, which a kernel with `bridge-nf-call-iptables` shows to netfilter
 /// twice: they are not tracked in the bridge, where they cannot be translated.
-fn bridged(presence: &Presence) -> Vec<Vec<RulePart>> {
-    let Some(bridge) = &presence.lan.bridge else { return Vec::new() };
+fn bridged(attachment: &Attachment) -> Vec<Vec<RuleExpression>> {
+    let Some(bridge) = &attachment.lan.bridge else { return Vec::new() };
     let both = |pair: &AddressPair| {
-        [RulePart::Destination(pair.public), RulePart::Source(pair.public)]
-            .map(|end| vec![RulePart::In(bridge.clone()), end, RulePart::NotTracked])
+        [RuleExpression::Destination(pair.public), RuleExpression::Source(pair.public)]
+            .map(|end| vec![RuleExpression::In(bridge.clone()), end, RuleExpression::Notrack])
     };
-    presence.pairs.iter().flat_map(both).collect()
+    attachment.pairs.iter().flat_map(both).collect()
 }
 
 /// Returns the rules that translate between the guest's addresses and the public ones. `inner` are the devices that lead
 /// to the guest, and to hosts where it was: there nothing is translated.
-fn translation(presence: &Presence, inner: &[String]) -> Vec<RuleChain> {
-    let pairs: Vec<_> = presence.pairs.iter().filter(|pair| !pair.is_same()).collect();
+fn translation(attachment: &Attachment, inner: &[String]) -> Vec<RuleChain> {
+    let pairs: Vec<_> = attachment.pairs.iter().filter(|pair| !pair.is_same()).collect();
     let arriving = |pair: &&AddressPair| {
-        let bridge = presence.lan.bridge.iter().map(|bridge| RulePart::NotIn(bridge.clone()));
-        let to = [RulePart::Destination(pair.public), RulePart::TranslateDestination(pair.guest)];
+        let bridge = attachment.lan.bridge.iter().map(|bridge| RuleExpression::NotIn(bridge.clone()));
+        let to = [RuleExpression::Destination(pair.public), RuleExpression::Dnat(pair.guest)];
         bridge.chain(to).collect::<Vec<_>>()
     };
     let own = |pair: &&AddressPair| {
-        vec![RulePart::Destination(pair.public), RulePart::TranslateDestination(pair.guest)]
+        vec![RuleExpression::Destination(pair.public), RuleExpression::Dnat(pair.guest)]
     };
     let leaving = |pair: &&AddressPair| {
-        let inner = inner.iter().map(|device| RulePart::NotOut(device.clone()));
+        let inner = inner.iter().map(|device| RuleExpression::NotOut(device.clone()));
         inner
-            .chain([RulePart::Source(pair.guest), RulePart::TranslateSource(pair.public)])
+            .chain([RuleExpression::Source(pair.guest), RuleExpression::Snat(pair.public)])
             .collect::<Vec<_>>()
     };
     [
@@ -262,14 +263,14 @@ fn segments(tunnels: &[(String, u32)]) -> Option<RuleChain> {
     let mut rules = Vec::new();
     for (device, mtu) in tunnels {
         for (is_v6, headers) in [(false, TCP_HEADERS_V4), (true, TCP_HEADERS_V6)] {
-            for end in [RulePart::In(device.clone()), RulePart::Out(device.clone())] {
+            for end in [RuleExpression::In(device.clone()), RuleExpression::Out(device.clone())] {
                 let limit = u16::try_from(mtu.saturating_sub(headers)).unwrap_or(u16::MAX);
                 rules.push(vec![
                     end,
-                    RulePart::IsV6(is_v6),
-                    RulePart::Protocol(TCP),
-                    RulePart::TcpFlags(TCP_BEGINNING, TCP_BEGINNING),
-                    RulePart::LimitSegments(limit),
+                    RuleExpression::IsV6(is_v6),
+                    RuleExpression::Protocol(TCP),
+                    RuleExpression::TcpFlags(TCP_BEGINNING, TCP_BEGINNING),
+                    RuleExpression::ClampMss(limit),
                 ]);
             }
         }
@@ -280,60 +281,62 @@ fn segments(tunnels: &[(String, u32)]) -> Option<RuleChain> {
 /// Returns a rule that does nothing: the kernel tracks connections only where a rule asks for their state, and they are
 /// counted later.
 fn tracking(tunnels: &[(String, u32)]) -> Option<RuleChain> {
-    let asks = |(tunnel, _): &(String, u32)| vec![RulePart::In(tunnel.clone()), RulePart::Tracked(NEW)];
+    let asks =
+        |(tunnel, _): &(String, u32)| vec![RuleExpression::In(tunnel.clone()), RuleExpression::CtState(NEW)];
     chain("tracking", false, ChainHook::Forward, -151, tunnels.iter().map(asks).collect())
 }
 
 /// Returns the rules for packets at a host that the guest has left.
-pub(super) fn at_old_host(presence: &Presence, tunnel: (String, u32)) -> Vec<RuleChain> {
+pub(super) fn at_old_host(attachment: &Attachment, tunnel: (String, u32)) -> Vec<RuleChain> {
     let inner = [tunnel.0.clone()];
-    let bridged = chain("bridged", false, ChainHook::Prerouting, -310, bridged(presence));
-    let chains = bridged.into_iter().chain(translation(presence, &inner));
+    let bridged = chain("bridged", false, ChainHook::Prerouting, -310, bridged(attachment));
+    let chains = bridged.into_iter().chain(translation(attachment, &inner));
     let tunnels = [tunnel];
     chains.chain(tracking(&tunnels)).chain(segments(&tunnels)).collect()
 }
 
 /// Returns the rules for packets at the host where the guest is.
-pub(super) fn at_new_host(redirection: &Redirection, names: Names) -> Vec<RuleChain> {
+pub(super) fn at_new_host(redirection: &Redirection, names: KernelNames) -> Vec<RuleChain> {
     let tunnels: Vec<_> =
-        redirection.legs.iter().map(|leg| (Names(leg.number).tunnel(), leg.tunnel.mtu)).collect();
+        redirection.legs.iter().map(|leg| (KernelNames(leg.number).tunnel(), leg.tunnel.mtu)).collect();
     if !redirection.is_translated() {
         return tracking(&tunnels).into_iter().chain(segments(&tunnels)).collect();
     }
-    let presence = &redirection.place.presence;
-    let wire = || RulePart::In(names.wire());
-    let mut early = bridged(presence);
+    let attachment = &redirection.place.attachment;
+    let bypass = || RuleExpression::In(names.bypass());
+    let mut early = bridged(attachment);
     let mut connections = Vec::new();
     for leg in &redirection.legs {
-        let tunnel = || RulePart::In(Names(leg.number).tunnel());
+        let tunnel = || RuleExpression::In(KernelNames(leg.number).tunnel());
         // Already before the kernel compares the way back (reverse-path filters).
-        early.push(vec![tunnel(), RulePart::SetMark(leg.mark)]);
-        connections.push(vec![tunnel(), RulePart::SetConnectionMark(leg.mark)]);
+        early.push(vec![tunnel(), RuleExpression::SetMark(leg.mark)]);
+        connections.push(vec![tunnel(), RuleExpression::SetCtMark(leg.mark)]);
     }
     if let Some(leg) = redirection.usual_leg() {
-        let tcp = |state| vec![wire(), RulePart::Tracked(state), RulePart::Protocol(TCP)];
+        let tcp = |state| vec![bypass(), RuleExpression::CtState(state), RuleExpression::Protocol(TCP)];
         // A connection that this host sees for the first time in its middle began elsewhere.
-        let middle = [RulePart::NotTcpFlags(TCP_FLAGS, TCP_BEGINNING), RulePart::SetConnectionMark(leg.mark)];
+        let middle =
+            [RuleExpression::NotTcpFlags(TCP_FLAGS, TCP_BEGINNING), RuleExpression::SetCtMark(leg.mark)];
         connections.push([tcp(NEW), middle.to_vec()].concat());
         // A lease is renewed where it was granted.
         connections.push(vec![
-            wire(),
-            RulePart::IsV6(false),
-            RulePart::Protocol(UDP),
-            RulePart::DestinationPort(DHCP_SERVER),
-            RulePart::SetConnectionMark(leg.mark),
+            bypass(),
+            RuleExpression::IsV6(false),
+            RuleExpression::Protocol(UDP),
+            RuleExpression::DestinationPort(DHCP_SERVER),
+            RuleExpression::SetCtMark(leg.mark),
         ]);
-        connections.push(vec![wire(), RulePart::RestoreMark]);
+        connections.push(vec![bypass(), RuleExpression::RestoreCtMark]);
         // Where strict tracking takes up no connection in its middle.
-        connections.push([tcp(INVALID), vec![RulePart::SetMark(leg.mark)]].concat());
+        connections.push([tcp(INVALID), vec![RuleExpression::SetMark(leg.mark)]].concat());
     } else {
-        connections.push(vec![wire(), RulePart::RestoreMark]);
+        connections.push(vec![bypass(), RuleExpression::RestoreCtMark]);
     }
-    let inner: Vec<_> = tunnels.iter().map(|(tunnel, _)| tunnel.clone()).chain([names.wire()]).collect();
+    let inner: Vec<_> = tunnels.iter().map(|(tunnel, _)| tunnel.clone()).chain([names.bypass()]).collect();
     let marks = [
         chain("early", false, ChainHook::Prerouting, -310, early),
         chain("connections", false, ChainHook::Prerouting, -150, connections),
     ];
-    let chains = marks.into_iter().flatten().chain(translation(presence, &inner));
+    let chains = marks.into_iter().flatten().chain(translation(attachment, &inner));
     chains.chain(segments(&tunnels)).collect()
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::time::Duration;
 
-use super::names::MARK_MASK;
+use super::kernel_names::MARK_MASK;
 use super::record::RedirectionRecord;
 use crate::conntrack;
 use crate::netlink::Socket;
@@ -44,8 +44,6 @@ pub struct TeardownFacts {
     pub connections: Option<usize>,
     /// Time for which there has been none.
     pub quiet_for: Duration,
-    /// True if a user has asked for its end.
-    pub is_asked: bool,
     /// True if the other host has ended its part.
     pub is_other_gone: bool,
     /// True if the guest was to be on this host, and is not any more.
@@ -55,8 +53,6 @@ pub struct TeardownFacts {
 /// Reason for an end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TeardownReason {
-    /// A user wants it.
-    Asked,
     /// The guest is not on this host any more.
     GuestGone,
     /// The other host serves no connection any more.
@@ -70,9 +66,7 @@ pub enum TeardownReason {
 /// Decides whether a redirection ends; returns the reason.
 pub fn decide(facts: TeardownFacts, limits: TeardownLimits) -> Option<TeardownReason> {
     let is_unused = facts.connections == Some(0) && facts.quiet_for >= limits.quiet;
-    if facts.is_asked {
-        Some(TeardownReason::Asked)
-    } else if facts.is_guest_gone {
+    if facts.is_guest_gone {
         Some(TeardownReason::GuestGone)
     } else if facts.is_other_gone {
         Some(TeardownReason::OtherHostGone)
@@ -94,12 +88,12 @@ pub fn connections(record: &RedirectionRecord) -> io::Result<Option<usize>> {
     let redirection = &record.redirection;
     let own = redirection.legs.iter().find(|leg| leg.host == record.host);
     let legs = redirection.legs.iter().filter(|leg| own.is_none_or(|own| own == *leg));
-    let pairs = legs.flat_map(|leg| &leg.presence.pairs);
+    let pairs = legs.flat_map(|leg| &leg.attachment.pairs);
     let addresses = pairs.flat_map(|pair| [pair.guest, pair.public]).collect();
     // Where connections by the new address bear the same address after translation, the mark tells them apart.
     let needs_mark = own.is_none() && redirection.is_translated();
     let (entries, _) = conntrack::list(&Socket::netfilter()?, &addresses, MOST_ENTRIES)?;
-    let uses = |entry: &&conntrack::TrackedConnection| {
+    let uses = |entry: &&conntrack::ConntrackEntry| {
         !entry.is_over() && (!needs_mark || entry.mark() & MARK_MASK != 0)
     };
     Ok(Some(entries.iter().filter(uses).count()))
@@ -118,7 +112,6 @@ mod tests {
             age: 10 * MINUTE,
             connections: Some(1),
             quiet_for: Duration::ZERO,
-            is_asked: false,
             is_other_gone: false,
             is_guest_gone: false,
         };
@@ -132,7 +125,6 @@ mod tests {
             (TeardownFacts { age: 4 * MINUTE, ..unused }, None),
             (TeardownFacts { age: old, ..used }, Some(TeardownReason::TooOld)),
             (TeardownFacts { age: old, connections: None, ..used }, Some(TeardownReason::TooOld)),
-            (TeardownFacts { is_asked: true, ..used }, Some(TeardownReason::Asked)),
             (TeardownFacts { is_other_gone: true, ..used }, Some(TeardownReason::OtherHostGone)),
             (TeardownFacts { is_guest_gone: true, ..used }, Some(TeardownReason::GuestGone)),
         ] {

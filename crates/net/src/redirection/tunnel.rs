@@ -61,10 +61,11 @@ impl TunnelKind {
         }
     }
 
-    /// Returns what a firewall has to let pass, as nft writes it.
-    pub fn as_match(self, port: u16) -> String {
+    /// Returns what a firewall has to let pass, as nft writes it; `ports` are the first and the last one.
+    pub fn as_match(self, [first, last]: [u16; 2]) -> String {
         match self {
-            Self::Vxlan | Self::WireGuard => format!("udp dport {port}"),
+            Self::Vxlan | Self::WireGuard if first == last => format!("udp dport {first}"),
+            Self::Vxlan | Self::WireGuard => format!("udp dport {first}-{last}"),
             Self::Gre => "meta l4proto gre".to_owned(),
             Self::Ipip => "meta l4proto ipip".to_owned(),
         }
@@ -88,35 +89,53 @@ pub struct Tunnel {
     /// Kind.
     pub kind: TunnelKind,
     /// Address of the host that the guest has left.
-    pub old_end: IpAddr,
+    pub old_endpoint: IpAddr,
     /// Address of the host where the guest is.
-    pub new_end: IpAddr,
+    pub new_endpoint: IpAddr,
     /// Largest packet that passes it, in bytes.
     pub mtu: u32,
-    /// Port of UDP on both hosts; zero for kinds without.
-    pub port: u16,
+    /// Ports of UDP, in the order of the ends; zero for kinds without.
+    pub ports: [u16; 2],
     /// Public keys of both ends, in the same order; none for kinds without.
     pub keys: Option<[Key; 2]>,
 }
 
+/// Ports of UDP that a host has for tunnels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TunnelPorts {
+    /// Port that all VXLANs share.
+    pub vxlan: u16,
+    /// First and last port of those of `WireGuard`, of which each tunnel has one.
+    pub wireguard: [u16; 2],
+}
+
+/// Ports of UDP that a host has for the next tunnel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FreePorts {
+    /// Port that all VXLANs share; none if something else has it.
+    pub vxlan: Option<u16>,
+    /// Port for a tunnel of `WireGuard`; none if something else has all of them.
+    pub wireguard: Option<u16>,
+    /// First and last port of those of `WireGuard`.
+    pub range: [u16; 2],
+}
+
 /// Facts about the path between two hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PathFacts {
+pub struct TunnelPath {
     /// True if only the hosts' owners can read or forge packets on it.
     pub is_trusted: bool,
     /// True if the hosts reach each other by IPv6.
     pub is_v6: bool,
     /// True if an address of the guest that is redirected is of IPv6.
     pub carries_v6: bool,
-    /// True if there is an IPIP tunnel between both addresses already.
-    pub has_ipip: bool,
 }
 
-impl PathFacts {
+impl TunnelPath {
     /// Returns true if tunnels of this kind do on this path.
     fn suits(self, kind: TunnelKind) -> bool {
         match kind {
-            TunnelKind::Ipip => self.is_trusted && !self.is_v6 && !self.carries_v6 && !self.has_ipip,
+            TunnelKind::Ipip => self.is_trusted && !self.is_v6 && !self.carries_v6,
             kind => self.is_trusted || kind.is_encrypted(),
         }
     }
@@ -137,7 +156,7 @@ pub struct NoTunnel {
 /// Chooses the kind of a tunnel from what both hosts have. On a trusted path the cheapest one is taken, on others an
 /// encrypted one.
 pub fn choose(
-    path: PathFacts,
+    path: TunnelPath,
     here: &BTreeSet<TunnelKind>,
     there: &BTreeSet<TunnelKind>,
 ) -> Result<TunnelKind, NoTunnel> {
@@ -166,8 +185,7 @@ pub fn mtu(kind: TunnelKind, is_v6: bool, path_mtu: u32) -> u32 {
 mod tests {
     use super::*;
 
-    const TRUSTED: PathFacts =
-        PathFacts { is_trusted: true, is_v6: false, carries_v6: false, has_ipip: false };
+    const TRUSTED: TunnelPath = TunnelPath { is_trusted: true, is_v6: false, carries_v6: false };
 
     fn kinds(kinds: &[TunnelKind]) -> BTreeSet<TunnelKind> {
         kinds.iter().copied().collect()
@@ -180,14 +198,10 @@ mod tests {
         assert_eq!(choose(TRUSTED, &all, &all), Ok(Vxlan));
         assert_eq!(choose(TRUSTED, &kinds(&[Gre, Ipip]), &all), Ok(Gre));
         assert_eq!(choose(TRUSTED, &kinds(&[Ipip, WireGuard]), &all), Ok(Ipip));
-        for path in [
-            PathFacts { is_v6: true, ..TRUSTED },
-            PathFacts { carries_v6: true, ..TRUSTED },
-            PathFacts { has_ipip: true, ..TRUSTED },
-        ] {
+        for path in [TunnelPath { is_v6: true, ..TRUSTED }, TunnelPath { carries_v6: true, ..TRUSTED }] {
             assert_eq!(choose(path, &kinds(&[Ipip, WireGuard]), &all), Ok(WireGuard), "{path:?}");
         }
-        let untrusted = PathFacts { is_trusted: false, ..TRUSTED };
+        let untrusted = TunnelPath { is_trusted: false, ..TRUSTED };
         assert_eq!(choose(untrusted, &all, &all), Ok(WireGuard));
         let error = choose(untrusted, &kinds(&[Vxlan]), &all).unwrap_err();
         assert_eq!((error.missing_here, error.missing_there), (vec![WireGuard], vec![]));

@@ -7,7 +7,7 @@ use std::net::IpAddr;
 
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use super::objects::TunnelEnd;
+use super::objects::TunnelEndpoint;
 use super::tunnel::Key;
 use crate::netlink::{ACKNOWLEDGE, CREATE, DUMP, EXCLUSIVE, Requests, Socket, attribute};
 
@@ -97,7 +97,7 @@ fn read_public(device: &str) -> io::Result<Key> {
 }
 
 /// Gives a device its key, its port and its only peer, through which all addresses are reached.
-pub fn configure(device: &str, private: &Key, end: TunnelEnd, peer: &Key) -> io::Result<()> {
+pub fn configure(device: &str, private: &Key, end: TunnelEndpoint, peer: &Key) -> io::Result<()> {
     let socket = Socket::generic()?;
     let mut request = Requests::default();
     request.request(family(&socket)?, ACKNOWLEDGE, &[abi::SET_DEVICE, 1, 0, 0]);
@@ -105,14 +105,14 @@ pub fn configure(device: &str, private: &Key, end: TunnelEnd, peer: &Key) -> io:
     socket.confirm(request)
 }
 
-fn describe(request: &mut Requests, device: &str, private: &Key, end: TunnelEnd, peer: &Key) {
+fn describe(request: &mut Requests, device: &str, private: &Key, end: TunnelEndpoint, peer: &Key) {
     request.text(abi::DEVICE_NAME, device).attribute(abi::PRIVATE_KEY, private);
     request.attribute(abi::DEVICE_FLAGS, &abi::REPLACE_PEERS.to_ne_bytes());
     request.attribute(abi::LISTEN_PORT, &end.port.to_ne_bytes());
     request.nest(abi::PEERS).nest(0);
     request.attribute(abi::PEER_KEY, peer);
     request.attribute(abi::PEER_FLAGS, &abi::REPLACE_ALLOWED.to_ne_bytes());
-    request.attribute(abi::PEER_ENDPOINT, &endpoint(end.other, end.port));
+    request.attribute(abi::PEER_ENDPOINT, &endpoint(end.remote, end.other_port));
     request.attribute(abi::PEER_KEEP_ALIVE, &KEEP_ALIVE_S.to_ne_bytes());
     request.nest(abi::PEER_ALLOWED);
     for (family, bytes) in [(abi::FAMILY_IPV4, 4), (abi::FAMILY_IPV6, 16)] {
@@ -156,8 +156,9 @@ mod tests {
 
     #[test]
     fn a_device_has_one_peer_for_all_addresses() {
-        let (own, other) = ("192.0.2.1".parse().unwrap(), "192.0.2.2".parse().unwrap());
-        let end = TunnelEnd { kind: TunnelKind::WireGuard, identifier: 0, own, other, port: 7742 };
+        let (local, remote) = ("192.0.2.1".parse().unwrap(), "192.0.2.2".parse().unwrap());
+        let kind = TunnelKind::WireGuard;
+        let end = TunnelEndpoint { kind, identifier: 0, local, remote, port: 7743, other_port: 7742 };
         let mut request = Requests::default();
         request.request(30, 0, &[abi::SET_DEVICE, 1, 0, 0]);
         describe(&mut request, "whimbrel1000000", &[1; 32], end, &[2; 32]);
@@ -167,6 +168,7 @@ mod tests {
         assert_eq!(attribute(body, abi::PRIVATE_KEY), Some(&[1; 32][..]));
         let peer = attribute(attribute(body, abi::PEERS).unwrap(), 0).unwrap();
         assert_eq!(attribute(peer, abi::PEER_KEY), Some(&[2; 32][..]));
+        assert_eq!(attribute(body, abi::LISTEN_PORT), Some(&7743_u16.to_ne_bytes()[..]));
         let endpoint = attribute(peer, abi::PEER_ENDPOINT).unwrap();
         assert_eq!((endpoint.len(), &endpoint[2..8]), (16, &[0x1e, 0x3e, 192, 0, 2, 2][..]));
         let allowed = attribute(peer, abi::PEER_ALLOWED).unwrap();

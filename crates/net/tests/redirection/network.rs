@@ -10,17 +10,18 @@ use std::time::Duration;
 
 use lab::lab::VM_BRIDGE;
 use lab::{DEADLINE, Host, Lab, LabConfig, until};
-use net::conntrack::{self, TrackedConnection};
+use net::conntrack::{self, ConntrackEntry};
 use net::netlink::Socket;
-use net::redirection::judge::RedirectionFacts;
 use net::redirection::keeper::RedirectionError;
-use net::redirection::names::Names;
-use net::redirection::onward::{NetworkMove, carried, moved};
+use net::redirection::kernel_names::KernelNames;
+use net::redirection::next_move::{NetworkMove, carried, next_redirection};
+use net::redirection::preflight::RedirectionFacts;
+use net::redirection::tunnel::FreePorts;
 use net::redirection::{
-    AddressPair, GuestAddressing, GuestPlace, HostAbilities, Lan, LanNetwork, Prefix, Presence, Redirection,
-    RedirectionKeeper, RedirectionRecord, Tunnel, TunnelKind, survey, tunnel as tunnels,
+    AddressPair, Attachment, GuestPlace, Lan, NewAddressMode, Prefix, Redirection, RedirectionKeeper,
+    RedirectionRecord, Subnet, Tunnel, TunnelKind, host_facts, tunnel as tunnels,
 };
-use net::{Mac, inventory};
+use net::{Mac, own_objects};
 use serde_json::Value;
 use whimbrel_net as net;
 
@@ -30,7 +31,7 @@ pub(crate) const OLD: usize = 0;
 pub(crate) const NEW: usize = 1;
 
 /// The device of a host behind which the guest's card is.
-const TAP: &str = "tap0";
+pub(crate) const TAP: &str = "tap0";
 /// MAC address of the guest's card.
 pub(crate) const CARD: Mac = Mac([0x52, 0x54, 0, 0, 0, 7]);
 /// More than a path holds at once, in segments of the largest size.
@@ -100,14 +101,16 @@ pub(crate) const BOTH: [Family; 2] = [Family::V4, Family::V6];
 
 pub(crate) fn tunnel(kind: TunnelKind) -> Tunnel {
     let mtu = tunnels::mtu(kind, false, 1500);
-    let (old_end, new_end) = (Family::V4.host(OLD), Family::V4.host(NEW));
-    Tunnel { kind, old_end, new_end, mtu, port: 7741, keys: None }
+    let (old_endpoint, new_endpoint) = (Family::V4.host(OLD), Family::V4.host(NEW));
+    let ports = if kind == TunnelKind::WireGuard { [7742, 7743] } else { [7741; 2] };
+    Tunnel { kind, old_endpoint, new_endpoint, mtu, ports, keys: None }
 }
 
 /// Returns the tunnel for the way back.
 pub(crate) fn turned(kind: TunnelKind) -> Tunnel {
     let there = tunnel(kind);
-    Tunnel { old_end: there.new_end, new_end: there.old_end, ..there }
+    let [old, new] = there.ports;
+    Tunnel { old_endpoint: there.new_endpoint, new_endpoint: there.old_endpoint, ports: [new, old], ..there }
 }
 
 pub(crate) struct Network {
@@ -201,33 +204,33 @@ impl Network {
     }
 
     /// Returns a place of the guest.
-    pub(crate) fn place(&self, side: usize, addressing: GuestAddressing, families: &[Family]) -> GuestPlace {
-        let network = |family: &Family| LanNetwork {
+    pub(crate) fn place(&self, side: usize, addressing: NewAddressMode, families: &[Family]) -> GuestPlace {
+        let network = |family: &Family| Subnet {
             prefix: Prefix { address: family.gateway(side), length: family.length() },
             gateway: Some(family.gateway(side)),
         };
         let pair = |family: &Family| {
             let public = family.guest(side);
-            let guest = if addressing == GuestAddressing::Both { public } else { family.guest(OLD) };
+            let guest = if addressing == NewAddressMode::Configured { public } else { family.guest(OLD) };
             AddressPair { guest, public }
         };
         let lan = Lan {
             bridge: Some(VM_BRIDGE.to_owned()),
             vlan: None,
             mtu: 1500,
-            networks: families.iter().map(network).collect(),
+            subnets: families.iter().map(network).collect(),
             neighbours: Vec::new(),
         };
-        let station = if side == OLD { CARD } else { Names(7).station_mac() };
-        let presence = Presence { lan, station, pairs: families.iter().map(pair).collect() };
+        let mac = if side == OLD { CARD } else { KernelNames(7).proxy_mac() };
+        let attachment = Attachment { lan, mac, pairs: families.iter().map(pair).collect() };
         let host = self.host(side).name().to_owned();
-        GuestPlace { host, interface: TAP.to_owned(), number: 7, presence }
+        GuestPlace { host, interface: TAP.to_owned(), number: 7, attachment }
     }
 
     /// Returns the redirection of a guest that moves from the old host to the new one.
     pub(crate) fn first_move(
         &self,
-        addressing: GuestAddressing,
+        addressing: NewAddressMode,
         families: &[Family],
         tunnel: Tunnel,
     ) -> Redirection {
@@ -240,7 +243,7 @@ impl Network {
             to: self.place(NEW, addressing, families),
             tunnels: BTreeMap::from([("a".to_owned(), (7, tunnel))]),
         };
-        moved(None, next).unwrap().redirection.unwrap()
+        next_redirection(None, next).unwrap().redirection.unwrap()
     }
 
     /// Works with the keeper of a host, as an agent there would.
@@ -254,35 +257,28 @@ impl Network {
         host.within(|| work(&RedirectionKeeper::new(host.name(), &directory))).unwrap()
     }
 
-    pub(crate) fn abilities(&self, side: usize) -> HostAbilities {
-        self.host(side).within(survey::abilities).unwrap().unwrap()
-    }
-
     /// Prepares a redirection on both hosts.
     pub(crate) fn prepare(&self, redirection: &Redirection) -> Vec<RedirectionRecord> {
-        let prepare = |side| {
-            let abilities = self.abilities(side);
-            self.at(side, |keeper| keeper.prepare(redirection, &abilities)).unwrap()
-        };
+        let prepare = |side| self.at(side, |keeper| keeper.prepare(redirection)).unwrap();
         [OLD, NEW].map(prepare).to_vec()
     }
 
-    /// Switches on both hosts.
+    /// Switches on both hosts, and confirms that.
     pub(crate) fn switch(&self, records: &mut [RedirectionRecord]) {
         for (side, record) in records.iter_mut().enumerate().rev() {
-            self.at(side, |keeper| keeper.switch(record)).unwrap();
+            self.at(side, |keeper| keeper.switch(record).and_then(|()| keeper.confirm(record))).unwrap();
         }
     }
 
     /// Ends a redirection on both hosts.
-    pub(crate) fn release(&self, records: Vec<RedirectionRecord>) {
+    pub(crate) fn remove(&self, records: Vec<RedirectionRecord>) {
         for (side, record) in records.into_iter().enumerate() {
-            self.at(side, |keeper| keeper.release(record)).unwrap();
+            self.at(side, |keeper| keeper.remove(&record)).unwrap();
         }
     }
 
     /// Returns the entries of the guest's connections at a host.
-    pub(crate) fn entries(&self, side: usize) -> Vec<TrackedConnection> {
+    pub(crate) fn entries(&self, side: usize) -> Vec<ConntrackEntry> {
         let addresses = [OLD, NEW].map(|side| Family::V4.guest(side)).into();
         let list = || conntrack::list(&Socket::netfilter().unwrap(), &addresses, usize::MAX);
         self.host(side).within(list).unwrap().unwrap().0
@@ -292,7 +288,7 @@ impl Network {
     pub(crate) fn carry(
         &self,
         to: usize,
-        entries: &[TrackedConnection],
+        entries: &[ConntrackEntry],
         from: &str,
         old: Option<&Redirection>,
         new: &Redirection,
@@ -399,20 +395,22 @@ fn read_settings(directory: &Path, into: &mut BTreeMap<String, String>) {
 
 /// Makes the kernel of this thread's namespace forget a redirection, as if the host had started anew.
 pub(crate) fn forget_all(number: u32) {
-    for item in [inventory::tables(), inventory::devices()].map(Result::unwrap).concat() {
+    for item in [own_objects::tables(), own_objects::devices()].map(Result::unwrap).concat() {
         let words: Vec<_> = item.removal.split(' ').collect();
         // The other end of a pair is gone already.
         let _ = lab::run(std::process::Command::new(words[0]).args(&words[1..]));
     }
-    for item in inventory::routing().unwrap() {
+    for item in own_objects::routing().unwrap() {
         let words: Vec<_> = item.removal.split(' ').collect();
         lab::run(std::process::Command::new(words[0]).args(&words[1..])).unwrap();
     }
-    let names = Names(number);
+    let names = KernelNames(number);
     assert!(
-        [names.tunnel(), names.station()].iter().all(|name| !Path::new("/sys/class/net").join(name).exists())
+        [names.tunnel(), names.proxy_device()]
+            .iter()
+            .all(|name| !Path::new("/sys/class/net").join(name).exists())
     );
-    assert_eq!(inventory::routing().unwrap(), []);
+    assert_eq!(own_objects::routing().unwrap(), []);
 }
 
 /// Reads facts with a closed firewall.
@@ -423,17 +421,18 @@ pub(crate) fn facts() -> RedirectionFacts {
     let ends = [Family::V4.host(NEW), Family::V4.host(OLD)];
     let asked = [Family::V4.gateway(NEW), Family::V4.guest(NEW)];
     until("the bridge forwards", || {
-        survey::taken(VM_BRIDGE, &asked[..1], Duration::from_secs(1)).unwrap().len() == 1
+        host_facts::in_use(VM_BRIDGE, &asked[..1], Duration::from_secs(1)).unwrap().len() == 1
     });
     RedirectionFacts {
-        tunnels: survey::tunnels(7, ends).unwrap(),
-        abilities: survey::abilities().unwrap(),
-        own: survey::own().unwrap(),
-        taken: survey::taken(VM_BRIDGE, &asked, Duration::from_secs(2)).unwrap(),
-        closed: survey::closed_chains().unwrap(),
-        path_mtu: survey::path_mtu(ends[1]).unwrap(),
-        numbers: survey::numbers().unwrap(),
-        tracks: survey::tracks(),
-        is_tap: survey::is_tap(VM_BRIDGE).unwrap(),
+        tunnels: host_facts::tunnels(7, ends).unwrap(),
+        kernel_features: host_facts::kernel_features().unwrap(),
+        own: host_facts::own().unwrap(),
+        in_use: host_facts::in_use(VM_BRIDGE, &asked, Duration::from_secs(2)).unwrap(),
+        closed: host_facts::drop_policy_chains().unwrap(),
+        path_mtu: host_facts::path_mtu(ends[1]).unwrap(),
+        numbers: host_facts::numbers().unwrap(),
+        has_conntrack: host_facts::has_conntrack(),
+        is_tap: host_facts::is_tap(VM_BRIDGE).unwrap(),
+        ports: FreePorts::default(),
     }
 }

@@ -1,6 +1,7 @@
 //! Redirections by each kind of tunnel.
 
-use net::redirection::{GuestAddressing, TunnelKind, survey};
+use net::redirection::tunnel::TunnelPorts;
+use net::redirection::{NewAddressMode, TunnelKind, host_facts};
 use whimbrel_net as net;
 
 use crate::network::{BOTH, Family, NEW, Network, OLD, tunnel};
@@ -10,7 +11,7 @@ use crate::network::{BOTH, Family, NEW, Network, OLD, tunnel};
 pub(crate) fn carries(kind: TunnelKind) -> bool {
     let network = Network::new();
     let ends = [NEW, OLD].map(|side| Family::V4.host(side));
-    if !network.host(NEW).within(|| survey::tunnels(7, ends)).unwrap().unwrap().contains(&kind) {
+    if !network.host(NEW).within(|| host_facts::tunnels(7, ends)).unwrap().unwrap().contains(&kind) {
         return false;
     }
     // Modules that were loaded just now have devices of their own in each namespace.
@@ -19,9 +20,12 @@ pub(crate) fn carries(kind: TunnelKind) -> bool {
     let families = if kind == TunnelKind::Ipip { &BOTH[..1] } else { &BOTH[..] };
     let mut tunnel = tunnel(kind);
     if kind == TunnelKind::WireGuard {
-        tunnel.keys = Some([OLD, NEW].map(|side| network.at(side, |keeper| keeper.new_key(7)).unwrap()));
+        let ports = TunnelPorts { vxlan: 7741, wireguard: [7742, 7745] };
+        let reserve = |side| network.at(side, |keeper| keeper.reserve("guest#3", 7, ports)).unwrap().unwrap();
+        let [(old_key, old_port), (new_key, new_port)] = [OLD, NEW].map(reserve);
+        (tunnel.keys, tunnel.ports) = (Some([old_key, new_key]), [old_port, new_port]);
     }
-    let redirection = network.first_move(GuestAddressing::Translated, families, tunnel);
+    let redirection = network.first_move(NewAddressMode::Nat, families, tunnel);
     let mut old: Vec<_> = families.iter().map(|family| network.connect(*family, OLD)).collect();
     let mut records = network.prepare(&redirection);
     network.move_guest(NEW);
@@ -34,7 +38,7 @@ pub(crate) fn carries(kind: TunnelKind) -> bool {
         network.connect(*family, NEW).exchange();
     }
     drop(old);
-    network.release(records);
+    network.remove(records);
     for side in [OLD, NEW] {
         let directory = network.host(side).directory().join("redirections");
         assert_eq!(std::fs::read_dir(directory).unwrap().count(), 0, "no record and no key is left");

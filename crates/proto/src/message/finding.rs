@@ -33,3 +33,21 @@ pub enum Severity {
     /// The migration is refused.
     Blocker,
 }
+
+/// Returns true if the findings include a blocker: the migration is refused.
+pub fn is_blocked(findings: &[Finding]) -> bool {
+    findings.iter().any(|finding| finding.severity == Severity::Blocker)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_blockers_refuse_a_migration() {
+        let found = |severity| Finding::new(severity, "code", "what", "advice");
+        let harmless = [Severity::Info, Severity::Warning].map(found);
+        assert!(!is_blocked(&[]) && !is_blocked(&harmless));
+        assert!(is_blocked(&[&harmless[..], &[found(Severity::Blocker)]].concat()));
+    }
+}

@@ -231,7 +231,7 @@ pub(crate) fn messages() -> Vec<Message> {
             failed: vec![FailedFlow { flow: "udp 10.0.0.9:53 → 10.0.0.7:53".into(), reason: reason() }],
             more_failed: 9,
         },
-        Message::DeviceState { bytes: 275_000, digest: DIGEST.into() },
+        Message::DeviceState { bytes: 31_000, state_bytes: 275_000, digest: DIGEST.into() },
         Message::Held { epoch, run: true },
         Message::Ready { epoch, incarnation: incarnation(), digest: DIGEST.into(), load_us: 6_000 },
         Message::Go { epoch, incarnation: incarnation(), run: true },

@@ -116,9 +116,9 @@ impl CommandBuilder<'_> {
                     "disk {disk} must occur in exactly one option to be replaced by its copy, and occurs \
                          in {options}"
                 );
-                let remedy = "give the disk an id (-drive id=…) or a node name when the guest is started next, do not \
+                let advice = "give the disk an id (-drive id=…) or a node name when the guest is started next, do not \
                      allow -drive or -blockdev by name, or let both hosts share it (--disk NAME=shared)";
-                self.problem("disk-unclear", what, remedy);
+                self.problem("disk-unclear", what, advice);
             }
         }
     }

@@ -277,7 +277,7 @@ fn memory_that_no_device_has_stays_behind() {
         assert!(!words.join(" ").contains("unused"), "{words:?}");
         let [warning] = &built.warnings[..] else { panic!("{:?}", built.warnings) };
         assert_eq!(warning.code, "memory-unused");
-        assert!(warning.remedy.contains("object-del unused"), "{warning}");
+        assert!(warning.advice.contains("object-del unused"), "{warning}");
     }
 }
 

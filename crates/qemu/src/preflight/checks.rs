@@ -25,7 +25,7 @@ use Severity::{Blocker, Info, Warning};
 /// Reports devices and options that cannot be described, or not be built again.
 pub(super) fn problems(problems: &[Problem], findings: &mut Findings) {
     for problem in problems {
-        add(findings, Blocker, &problem.code, &problem.what, &problem.remedy);
+        add(findings, Blocker, &problem.code, &problem.what, &problem.advice);
     }
 }
 
@@ -88,7 +88,7 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
     }
     for risk in &source.starts_again {
         let severity = if risk.when == RestartTime::Unknown { Warning } else { Blocker };
-        add(findings, severity, risk.when.code(), &risk.what, &risk.remedy);
+        add(findings, severity, risk.when.code(), &risk.what, &risk.advice);
     }
     match source.nested_guests {
         Some(true) => add(
@@ -115,7 +115,7 @@ fn not_moved_in(run_state: &str) -> String {
     format!("the guest is in run state {run_state}; only running and paused guests are migrated")
 }
 
-/// Returns the reason why a guest is not moved in a run state, and the remedy, in one line.
+/// Returns the reason why a guest is not moved in a run state, and the advice, in one line.
 pub fn run_state_refusal(run_state: &str) -> String {
     format!("{}; {RUN_STATE_REMEDY}", not_moved_in(run_state))
 }

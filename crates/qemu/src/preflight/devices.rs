@@ -34,12 +34,12 @@ pub(super) fn devices(source: &SourceFacts, destination: &DestinationFacts, find
             Severity::Blocker,
             "devices-differ",
             format!("the guest would see different devices at the destination: {difference}"),
-            remedy(difference),
+            advice(difference),
         );
     }
 }
 
-fn remedy(difference: &Difference) -> String {
+fn advice(difference: &Difference) -> String {
     match difference {
         Difference::Property { property, second, .. }
             if VHOST_PROPERTIES.contains(&property.as_str()) && second == "false" =>

@@ -7,9 +7,9 @@ pub(super) fn add(
     severity: Severity,
     code: &str,
     what: impl Into<String>,
-    remedy: impl Into<String>,
+    advice: impl Into<String>,
 ) {
-    findings.push(Finding { severity, code: code.to_owned(), what: what.into(), remedy: remedy.into() });
+    findings.push(Finding { severity, code: code.to_owned(), what: what.into(), advice: advice.into() });
 }
 
 /// Returns major and minor of a version or a kernel's release.

@@ -111,9 +111,7 @@ fn found(change: impl FnOnce(&mut SourceFacts, &mut DestinationFacts)) -> String
     let (mut source, mut destination) = facts();
     change(&mut source, &mut destination);
     let findings = check(&source, &destination);
-    assert!(findings.iter().all(|finding| !finding.what.is_empty() && !finding.remedy.is_empty()));
-    let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
-    assert_eq!(is_possible(&findings), !blocked);
+    assert!(findings.iter().all(|finding| !finding.what.is_empty() && !finding.advice.is_empty()));
     let codes: Vec<String> = findings
         .iter()
         .map(|finding| match finding.severity {
@@ -140,8 +138,8 @@ fn the_guest() {
     assert_eq!(found(|s, _| s.run_state = "prelaunch".to_owned()), "paused.");
     assert_eq!(found(|s, _| s.tracer_pid = 9), "debugger");
     let restart_finding = |when| {
-        let (what, remedy) = ("unit".to_owned(), "disable it".to_owned());
-        found(move |s, _| s.starts_again.push(RestartRisk { when, what, remedy }))
+        let (what, advice) = ("unit".to_owned(), "disable it".to_owned());
+        found(move |s, _| s.starts_again.push(RestartRisk { when, what, advice }))
     };
     assert_eq!(found(|s, _| s.stuck_queues.push("queue 0 of d".to_owned())), "disk-stuck?");
     let emulated = |driver: &'static str, smp: &'static str| {
@@ -306,7 +304,7 @@ fn surroundings() {
         let (device, property) = ("virtio-net-device".to_owned(), property.to_owned());
         let (first, second) = ("true".to_owned(), "false".to_owned());
         destination.device_differences = Some(vec![Difference::Property { device, property, first, second }]);
-        check(&source, &destination).remove(0).remedy
+        check(&source, &destination).remove(0).advice
     };
     assert!(advice("queue_reset").contains("queue_reset=off"));
     assert!(!advice("mac").contains("mac=off"));

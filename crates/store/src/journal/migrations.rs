@@ -219,14 +219,14 @@ impl Journal {
         Ok(self.migrations_where(clause, params![vm.as_str()])?.pop())
     }
 
-    /// Returns all migrations, newest first.
+    /// Returns all migrations, newest first: in the order in which they were recorded, however the host's clock was set.
     pub fn migrations(&self) -> Result<Vec<MigrationRecord>, JournalError> {
-        self.migrations_where("ORDER BY created_unix_ms DESC, epoch DESC, vm", &[])
+        self.migrations_where("ORDER BY rowid DESC", &[])
     }
 
     /// Returns the migrations that are not closed, oldest first: a restarted agent begins with these.
     pub fn open_migrations(&self) -> Result<Vec<MigrationRecord>, JournalError> {
-        self.migrations_where("WHERE open = 1 ORDER BY created_unix_ms, vm", &[])
+        self.migrations_where("WHERE open = 1 ORDER BY rowid", &[])
     }
 
     fn migrations_where(

@@ -96,6 +96,20 @@ fn a_vm_has_one_open_migration_at_a_time() {
 }
 
 #[test]
+fn migrations_keep_their_order_when_the_clock_is_set_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let journal = open_journal(folder.path()).unwrap();
+    begin(&journal, &id("web", 1), prepared()).unwrap();
+    let database = Connection::open(folder.path().join(FILE_NAME)).unwrap();
+    database.execute("UPDATE migrations SET created_unix_ms = created_unix_ms + 3600000", []).unwrap();
+    begin(&journal, &id("db", 1), prepared()).unwrap();
+    let ids =
+        |records: Vec<MigrationRecord>| records.iter().map(|one| one.id().to_string()).collect::<Vec<_>>();
+    assert_eq!(ids(journal.migrations().unwrap()), ["db#1", "web#1"]);
+    assert_eq!(ids(journal.open_migrations().unwrap()), ["web#1", "db#1"]);
+}
+
+#[test]
 fn epochs_only_grow_wherever_they_were_learnt() {
     let folder = tempfile::tempdir().unwrap();
     let vm = name("web");

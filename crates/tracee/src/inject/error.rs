@@ -1,4 +1,4 @@
-//! Errors of an injection, and their remedies.
+//! Errors of an injection, with advice.
 
 use std::fs;
 use std::io;

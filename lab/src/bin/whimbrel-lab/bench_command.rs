@@ -146,6 +146,8 @@ fn case(options: &CaseOptions) -> Case {
         memfd: options.memfd,
         preallocated: options.preallocated,
         neighbours: options.neighbours,
+        client: options.client,
+        tracked_connections: options.tracked_connections,
         guest_wait_percent: options.guest_wait,
         cache_mib: options.cache,
         link_bytes_per_s: (options.link.0 > 0).then_some(options.link.0),

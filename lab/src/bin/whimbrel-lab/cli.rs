@@ -59,6 +59,11 @@ pub(crate) enum LabCommand {
     /// grid of their values. Points that --results has already are not measured again. `make bench-sweep` measures the
     /// figures. Nothing else should run on the machine at the same time.
     Sweep(Box<SweepCommand>),
+    /// Measure moves to another network, far away, while a client of the guest keeps its connection (as root)
+    ///
+    /// Each turn moves the guest there and back. `make bench-wan` measures all cases. Nothing else should run on the
+    /// machine at the same time.
+    Wan(WanCommand),
     /// Collect results of `whimbrel --json fleet simulate`, and make tables and plots of them
     Energy(EnergyCommand),
     /// Start the hosts that a failing test on whole machines left, until a line is typed (as root)
@@ -116,6 +121,27 @@ fn named_file(text: &str) -> Result<(String, PathBuf), String> {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct WanCommand {
+    /// Measure this case; may be repeated. Default: all
+    #[arg(long, value_name = "NAME")]
+    pub case: Vec<String>,
+    /// List cases
+    #[arg(long)]
+    pub list: bool,
+    /// Moves there and back
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub turns: u32,
+    #[command(flatten)]
+    pub kept: ResultsOptions,
+    /// Measure nothing; make page and plots from existing results
+    #[arg(long, requires = "results", conflicts_with = "case")]
+    pub redraw: bool,
+    /// Prefix of its namespaces' names: 1 to 20 letters, digits and dashes
+    #[arg(long, default_value = "wan")]
+    pub prefix: String,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct DisksCommand {
     /// Measure this case; may be repeated. Default: all
     #[arg(long, value_name = "NAME")]
@@ -144,7 +170,7 @@ pub(crate) struct SweepCommand {
     /// Measure this figure, 1 or 5; may be repeated. Default: both
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32))]
     pub figure: Vec<u32>,
-    /// Of these, measure the points of this name; may be repeated. Default: all
+    /// Measure only the points of this name; may be repeated. Default: all
     #[arg(long, value_name = "NAME")]
     pub point: Vec<String>,
     /// List points with their contenders
@@ -302,6 +328,12 @@ pub(crate) struct CaseOptions {
     /// Each host has another guest, which computes as fast as it can
     #[arg(long)]
     pub neighbours: bool,
+    /// A client exchanges messages with the guest all the time
+    #[arg(long)]
+    pub client: bool,
+    /// Connections to the guest that the source's firewall tracks and translates
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(..=30_000))]
+    pub tracked_connections: u16,
     /// Additional time that Whimbrel lets the guest wait for processors, in hundredths (0: copying does not yield)
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(0..=100))]
     pub guest_wait: Option<u32>,

@@ -21,6 +21,7 @@ mod rack_command;
 mod results_file;
 mod sweep_command;
 mod tried_on_command;
+mod wan_command;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -65,6 +66,7 @@ fn run(command: LabCommand, output: &Output) -> Result<Code, Failure> {
         LabCommand::Rack { directory } => rack_command::run(&directory),
         LabCommand::TriedOn(command) => tried_on_command::run(&command, output),
         LabCommand::Sweep(command) => sweep_command::run(&command, output),
+        LabCommand::Wan(command) => wan_command::run(&command, output),
     }
 }
 

@@ -1,18 +1,18 @@
 //! Calibration: what forecasts learn from outcomes.
 
 use super::*;
-use crate::forecast::calibration::{CalibrationRecord, MigrationOutcome, VmKind, WriteIntensity};
+use crate::forecast::calibration::{CalibrationClass, CalibrationRecord, MigrationOutcome, WriteHeat};
 
 fn idle_forecast() -> MigrationForecast {
     forecast_pattern(&facts(WorkingSetCurve::default()), OnLimit::Abort)
 }
 
-fn kind(memory_octave: u32) -> VmKind {
-    VmKind { policy: "pattern".to_owned(), memory_octave, heat: WriteIntensity::Idle }
+fn kind(memory_octave: u32) -> CalibrationClass {
+    CalibrationClass { policy: "pattern".to_owned(), memory_octave, heat: WriteHeat::Idle }
 }
 
 /// A record of a migration whose total time was `percent` hundredths of the forecast.
-fn record(kind: VmKind, percent: u64) -> CalibrationRecord {
+fn record(kind: CalibrationClass, percent: u64) -> CalibrationRecord {
     let simulated = idle_forecast();
     let outcome = MigrationOutcome {
         total_ns: simulated.total_ns.expected * percent / 100,
@@ -26,9 +26,9 @@ fn record(kind: VmKind, percent: u64) -> CalibrationRecord {
 #[test]
 fn kinds_follow_policy_size_and_writes() {
     let writes = [0, 10 * MIB, 90 * MIB].map(|rate| WorkingSetCurve::steady(rate, SECOND));
-    let kinds = writes.map(|writes| VmKind::of("pattern", &facts(writes)));
+    let kinds = writes.map(|writes| CalibrationClass::of("pattern", &facts(writes)));
     assert_eq!(kinds[0], kind(12));
-    assert_eq!([kinds[1].heat, kinds[2].heat], [WriteIntensity::Warm, WriteIntensity::Hot]);
+    assert_eq!([kinds[1].heat, kinds[2].heat], [WriteHeat::Warm, WriteHeat::Hot]);
 }
 
 #[test]
@@ -44,7 +44,7 @@ fn a_few_outcomes_change_nothing() {
     assert_eq!(corrected.downtime_ns.expected, idle_forecast().downtime_ns.expected);
 }
 
-/// Of 19 outcomes, each tail of the interval has at most two.
+/// Each tail of the interval has at most two of 19 outcomes.
 #[test]
 fn intervals_are_quantiles_of_the_record() {
     let mut calibration = Calibration::default();
@@ -67,9 +67,9 @@ fn a_kind_without_a_record_uses_that_of_its_policy() {
         calibration.learn(record(kind(12), 200));
     }
     let simulated = idle_forecast();
-    let total = |kind: &VmKind| calibration.correct(kind, &simulated).total_ns.expected;
+    let total = |kind: &CalibrationClass| calibration.correct(kind, &simulated).total_ns.expected;
     assert_near(total(&kind(15)), simulated.total_ns.expected * 2, 1);
-    let other = VmKind { policy: "hybrid".to_owned(), ..kind(12) };
+    let other = CalibrationClass { policy: "hybrid".to_owned(), ..kind(12) };
     assert_eq!(total(&other), simulated.total_ns.expected);
 }
 

@@ -147,7 +147,7 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &E
     }
 }
 
-/// Returns the transition of [`In::Ready`] for the registry's answer.
+/// Returns the transition of READY for the registry's answer.
 fn ready_by_registry(
     terms: &MigrationTerms,
     incarnation: &Incarnation,

@@ -64,8 +64,7 @@ fn moves_without_gain_are_not_made() {
     let vms = vec![VmSpec { vcpus: 16, ..busy("v1", "a", 12_000) }];
     let found = plan(&inventory(hosts, vms), &balance()).unwrap();
     assert_eq!(found.moves, []);
-    let [RemainingVm { vm, why: StayReason::TooLittleGain { gain_percent: 0 }, .. }] = &found.stays[..]
-    else {
+    let [StayingVm { vm, why: StayReason::TooLittleGain { gain_percent: 0 }, .. }] = &found.stays[..] else {
         panic!("{found:?}")
     };
     assert_eq!(vm, "v1");

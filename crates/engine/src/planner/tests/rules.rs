@@ -125,7 +125,7 @@ fn pinned_vms_keep_a_host_from_being_emptied() {
     let partial = PlanRequest { partial: true, ..drain(&["a"]) };
     let found = plan(&inventory, &partial).unwrap();
     assert_eq!(moves(&found), ["v2 a>b"]);
-    let [RemainingVm { vm, host, why }] = &found.stays[..] else { panic!("{found:?}") };
+    let [StayingVm { vm, host, why }] = &found.stays[..] else { panic!("{found:?}") };
     assert_eq!((vm.as_str(), host.as_str()), ("v1", "a"));
     assert_eq!(why.to_string(), "the VM is pinned; unpin the VM, or shut it down");
 }

@@ -10,16 +10,16 @@ use crate::handover::destination::DestinationState;
 /// Control stream of the source, and its generation. A newer one replaces it, and ends all connections of the older
 /// generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct SourceControlStream {
+pub struct ControlGeneration {
     generation: Generation,
     /// Number of the connection, by the driver's count; none while there is none.
-    link: Option<u64>,
+    connection_id: Option<u64>,
 }
 
-impl SourceControlStream {
+impl ControlGeneration {
     /// Creates the state before the first control stream.
     pub fn new() -> Self {
-        Self { generation: Generation(1), link: None }
+        Self { generation: Generation(1), connection_id: None }
     }
 
     /// Returns the present generation.
@@ -28,13 +28,13 @@ impl SourceControlStream {
     }
 
     /// Returns the number of the control stream, if there is one.
-    pub fn link(&self) -> Option<u64> {
-        self.link
+    pub fn connection_id(&self) -> Option<u64> {
+        self.connection_id
     }
 
     /// Returns true if this connection is the control stream.
-    pub fn is(&self, link: u64) -> bool {
-        self.link == Some(link)
+    pub fn is_connection(&self, connection_id: u64) -> bool {
+        self.connection_id == Some(connection_id)
     }
 
     /// Returns true if this is the present generation. What comes over connections of any other is not applied.
@@ -45,22 +45,22 @@ impl SourceControlStream {
     /// Records a connection of the source, with its generation if it is a control stream. Returns the connection that
     /// is closed for it: the replaced control stream; or, for a generation that has ended, the new connection itself.
     /// The source notices that, and makes a newer one.
-    pub fn connected(&mut self, link: u64, generation: Option<Generation>) -> Option<u64> {
+    pub fn connected(&mut self, connection_id: u64, generation: Option<Generation>) -> Option<u64> {
         let generation = generation?;
         if generation < self.generation {
-            return Some(link);
+            return Some(connection_id);
         }
         self.generation = generation;
-        self.link.replace(link)
+        self.connection_id.replace(connection_id)
     }
 
     /// Records the end of a connection. Returns true if it was the control stream.
-    pub fn lost(&mut self, link: u64) -> bool {
-        self.link.take_if(|control| *control == link).is_some()
+    pub fn lost(&mut self, connection_id: u64) -> bool {
+        self.connection_id.take_if(|control| *control == connection_id).is_some()
     }
 }
 
-impl Default for SourceControlStream {
+impl Default for ControlGeneration {
     fn default() -> Self {
         Self::new()
     }
@@ -68,7 +68,7 @@ impl Default for SourceControlStream {
 
 /// Treatment of a message of the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum MessageTreatment {
+pub enum Admission {
     /// It is an event of the handover: it names its epoch, and is valid on every connection.
     Handover,
     /// It belongs to the arrival, and this is the time for it.
@@ -94,7 +94,7 @@ pub struct MessageContext {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PayloadKind {
     /// Pages that are to be discarded, because they will be missing when the guest runs.
-    TakenAway,
+    Discard,
     /// Pages that are missing when the guest runs.
     MissingPages,
     /// The state of the guest's devices.
@@ -123,20 +123,20 @@ impl DestinationSession {
     /// Returns true if the control stream may bring parts of the VM: up to READY and no further. After that the loaded
     /// copy must not be touched, and may run.
     pub fn is_arriving(&self, is_on_control: bool) -> bool {
-        is_on_control && self.turns.state == DestinationState::Prepared
+        is_on_control && self.core.state == DestinationState::Prepared
     }
 
     /// Returns the treatment of a message of the source.
-    pub fn admission(&self, message: &Message, facts: MessageContext) -> MessageTreatment {
+    pub fn admission(&self, message: &Message, facts: MessageContext) -> Admission {
         let is_arriving = self.is_arriving(facts.is_on_control);
         let is_valid = match message {
             Message::Go { .. }
             | Message::Abort { .. }
             | Message::Inquire { .. }
             | Message::Verdict { .. } => {
-                return MessageTreatment::Handover;
+                return Admission::Handover;
             }
-            Message::Ping | Message::Pong => return MessageTreatment::SignOfLife,
+            Message::Ping | Message::Pong => return Admission::SignOfLife,
             // Missing pages arrive whatever else is decided.
             Message::Resume => is_arriving || facts.is_on_control && facts.has_missing_pages,
             Message::QueryTemplates { .. }
@@ -171,7 +171,7 @@ impl DestinationSession {
             | Message::RegistryRequest(_)
             | Message::RegistryReply(_) => false,
         };
-        if is_valid { MessageTreatment::Arrival } else { MessageTreatment::Unexpected }
+        if is_valid { Admission::Arrival } else { Admission::Unexpected }
     }
 
     /// Decides whether a payload of `bytes` bytes is received. `can_begin_post_copy` is true if post-copy was proposed
@@ -181,7 +181,7 @@ impl DestinationSession {
         bytes: u64,
         can_begin_post_copy: bool,
     ) -> Result<(), RefusedPayload> {
-        let is_of_pages = matches!(kind, PayloadKind::TakenAway | PayloadKind::MissingPages);
+        let is_of_pages = matches!(kind, PayloadKind::Discard | PayloadKind::MissingPages);
         if bytes > DEVICE_STATE_BYTES {
             Err(RefusedPayload::TooLarge)
         } else if is_of_pages && (bytes == 0 || !can_begin_post_copy) {
@@ -206,7 +206,7 @@ impl DestinationSession {
     /// Returns true if post-copy ends now: the guest runs here, all of its pages are present, and it is not to be
     /// stopped before that.
     pub fn ends_post_copy(&self, has_all_pages: bool, is_to_be_stopped: bool) -> bool {
-        let is_completing = matches!(self.turns.state, DestinationState::Completing { .. });
+        let is_completing = matches!(self.core.state, DestinationState::Completing { .. });
         has_all_pages && is_completing && !is_to_be_stopped
     }
 }

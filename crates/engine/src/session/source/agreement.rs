@@ -5,7 +5,7 @@ use proto::message::{Acceptance, DiskMode, ProposedDisk};
 
 /// Post-copy, as the goals of a migration have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum PostCopyGoal {
+pub enum PostCopyRequirement {
     /// It is not used, even if it is possible.
     NotUsed,
     /// It may be used, if it is possible.
@@ -25,7 +25,7 @@ pub struct AcceptedTerms {
 
 /// Reason for which an acceptance is not enough.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum UnmetGoal<'a> {
+pub enum UnmetRequirement<'a> {
     /// The destination does not confirm that it receives a copy of this disk, which a user has requested.
     Disk(&'a str),
     /// Post-copy is impossible.
@@ -33,20 +33,20 @@ pub enum UnmetGoal<'a> {
 }
 
 /// Decides whether the destination's acceptance is enough.
-pub fn agree<'a>(
+pub fn check_acceptance<'a>(
     proposed: &'a [ProposedDisk],
     acceptance: &Acceptance,
-    goal: PostCopyGoal,
-) -> Result<AcceptedTerms, UnmetGoal<'a>> {
+    goal: PostCopyRequirement,
+) -> Result<AcceptedTerms, UnmetRequirement<'a>> {
     let is_copied = |disk: &ProposedDisk| acceptance.copied.iter().any(|copied| copied.name == disk.name);
     let left_out = |disk: &&ProposedDisk| disk.wanted == DiskMode::Copy && !is_copied(disk);
     if let Some(disk) = proposed.iter().find(left_out) {
-        return Err(UnmetGoal::Disk(&disk.name));
+        return Err(UnmetRequirement::Disk(&disk.name));
     }
-    if goal == PostCopyGoal::Required && !acceptance.post_copy {
-        return Err(UnmetGoal::PostCopy);
+    if goal == PostCopyRequirement::Required && !acceptance.post_copy {
+        return Err(UnmetRequirement::PostCopy);
     }
-    let can_post_copy = acceptance.post_copy && goal != PostCopyGoal::NotUsed;
+    let can_post_copy = acceptance.post_copy && goal != PostCopyRequirement::NotUsed;
     Ok(AcceptedTerms { can_post_copy, can_discard: acceptance.can_discard })
 }
 
@@ -56,7 +56,7 @@ const MAX_EPOCH_LEAP: u64 = 1 << 32;
 /// Returns true if the source's next epoch becomes larger than `largest`, which the destination has reported: a journal
 /// that was begun anew assigns epochs that other hosts have already seen. A peer cannot set any number: there must be
 /// epochs left.
-pub fn learns_epoch(own: Epoch, largest: Epoch) -> bool {
+pub fn is_plausible_epoch(own: Epoch, largest: Epoch) -> bool {
     largest.0 <= own.0.saturating_add(MAX_EPOCH_LEAP)
 }
 
@@ -104,35 +104,37 @@ mod tests {
             proposed("one", DiskMode::Copy),
             proposed("two", DiskMode::Copy),
         ];
-        let agree = |copied: &[&str]| agree(&disks, &acceptance(copied, false), PostCopyGoal::NotUsed).err();
-        assert_eq!(agree(&["one", "two"]), None);
-        assert_eq!(agree(&["auto", "two", "one"]), None);
-        assert_eq!(agree(&["auto", "one"]), Some(UnmetGoal::Disk("two")));
-        assert_eq!(agree(&[]), Some(UnmetGoal::Disk("one")));
+        let check_acceptance = |copied: &[&str]| {
+            check_acceptance(&disks, &acceptance(copied, false), PostCopyRequirement::NotUsed).err()
+        };
+        assert_eq!(check_acceptance(&["one", "two"]), None);
+        assert_eq!(check_acceptance(&["auto", "two", "one"]), None);
+        assert_eq!(check_acceptance(&["auto", "one"]), Some(UnmetRequirement::Disk("two")));
+        assert_eq!(check_acceptance(&[]), Some(UnmetRequirement::Disk("one")));
     }
 
     #[test]
     fn post_copy_has_to_be_possible_where_it_is_required() {
-        use PostCopyGoal::{Allowed, NotUsed, Required};
+        use PostCopyRequirement::{Allowed, NotUsed, Required};
 
-        let agree = |is_possible, goal| {
-            let agreed = agree(&[], &acceptance(&[], is_possible), goal);
+        let check_acceptance = |is_possible, goal| {
+            let agreed = check_acceptance(&[], &acceptance(&[], is_possible), goal);
             agreed.map(|agreed| agreed.can_post_copy)
         };
         assert_eq!(
-            [NotUsed, Allowed, Required].map(|goal| agree(true, goal)),
+            [NotUsed, Allowed, Required].map(|goal| check_acceptance(true, goal)),
             [Ok(false), Ok(true), Ok(true)]
         );
-        assert_eq!([NotUsed, Allowed].map(|goal| agree(false, goal)), [Ok(false), Ok(false)]);
-        assert_eq!(agree(false, Required), Err(UnmetGoal::PostCopy));
+        assert_eq!([NotUsed, Allowed].map(|goal| check_acceptance(false, goal)), [Ok(false), Ok(false)]);
+        assert_eq!(check_acceptance(false, Required), Err(UnmetRequirement::PostCopy));
     }
 
     #[test]
     fn a_peer_does_not_use_up_the_epochs() {
         let own = Epoch(7);
         for (largest, expected) in [(0, true), (8, true), (7 + (1 << 32), true), (8 + (1 << 32), false)] {
-            assert_eq!(learns_epoch(own, Epoch(largest)), expected, "{largest}");
+            assert_eq!(is_plausible_epoch(own, Epoch(largest)), expected, "{largest}");
         }
-        assert!(!learns_epoch(own, Epoch(u64::MAX)));
+        assert!(!is_plausible_epoch(own, Epoch(u64::MAX)));
     }
 }

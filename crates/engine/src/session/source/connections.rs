@@ -14,14 +14,14 @@ const MIN_REASON_WAIT: Duration = Duration::from_millis(300);
 
 /// State of the connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PeerConnections {
+pub struct ConnectionFacts {
     /// True if the control stream exists.
     pub has_control: bool,
     /// The present generation.
     pub generation: Generation,
 }
 
-impl PeerConnections {
+impl ConnectionFacts {
     /// Returns true if a round can be sent over the data streams of this generation. Without the control stream, the
     /// destination could not be informed of the round's end; over streams of an ended generation, nothing is applied.
     pub fn can_carry_round(self, streams: Generation) -> bool {
@@ -69,9 +69,10 @@ enum ReconnectStage {
 impl Reconnection {
     /// Begins at a cut of the present connections. Attempts end after `patience`, no matter how many there were;
     /// between two of them is a pause.
-    pub fn begin(link: PeerConnections, patience: Duration, pause: Duration, now: Time) -> Self {
-        let stage = if link.has_control { ReconnectStage::Reason } else { ReconnectStage::Connections };
-        Self { give_up_at: now.after(patience), pause, generation: link.generation, stage }
+    pub fn begin(connections: ConnectionFacts, patience: Duration, pause: Duration, now: Time) -> Self {
+        let stage =
+            if connections.has_control { ReconnectStage::Reason } else { ReconnectStage::Connections };
+        Self { give_up_at: now.after(patience), pause, generation: connections.generation, stage }
     }
 
     /// Returns the next step. Each attempt has a generation of its own.
@@ -105,15 +106,15 @@ mod tests {
     use super::*;
 
     const PAUSE: Duration = Duration::from_millis(500);
-    const OPEN: PeerConnections = PeerConnections { has_control: true, generation: Generation(4) };
-    const CUT: PeerConnections = PeerConnections { has_control: false, ..OPEN };
+    const OPEN: ConnectionFacts = ConnectionFacts { has_control: true, generation: Generation(4) };
+    const CUT: ConnectionFacts = ConnectionFacts { has_control: false, ..OPEN };
 
     fn time(seconds: u64) -> Time {
         Time::since_origin(Duration::from_secs(seconds))
     }
 
-    fn begin(link: PeerConnections) -> Reconnection {
-        Reconnection::begin(link, Duration::from_secs(5), PAUSE, time(10))
+    fn begin(connections: ConnectionFacts) -> Reconnection {
+        Reconnection::begin(connections, Duration::from_secs(5), PAUSE, time(10))
     }
 
     #[test]

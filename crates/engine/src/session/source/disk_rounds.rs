@@ -83,7 +83,7 @@ mod tests {
         assert_eq!(rounds.policy().map(|policy| policy.trace().entries.len()), Some(1));
     }
 
-    /// Of a round of 100 GiB, 2 GiB are little; of a round of 3 GiB they are not.
+    /// 2 GiB are little of a round of 100 GiB, and much of a round of 3 GiB.
     #[test]
     fn each_round_is_compared_with_what_it_had_to_send() {
         for (sent, expected) in [(100, NextPhase::Disks), (3, NextPhase::Memory)] {

@@ -6,7 +6,7 @@ use proto::{Epoch, Generation};
 use super::SourceSession;
 use crate::handover::source::{SourceEvent, SourceState};
 
-/// What a source waits for when a notice arrives.
+/// Expected answer or event of a source when a notice arrives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SourceWait {
     /// An answer of the destination on the control stream.
@@ -64,7 +64,7 @@ pub enum PhaseNotice<'a> {
 /// Facts on which the meaning of a notice depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoticeContext {
-    /// What the source waits for.
+    /// Expected answer or event.
     pub wait: SourceWait,
     /// Epoch of the migration.
     pub epoch: Epoch,
@@ -93,36 +93,63 @@ pub enum NoticeMeaning {
     End(SourceEvent),
 }
 
+/// Facts about a round that is being sent, as far as the threads know them that pass on notices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InterruptContext {
+    /// Epoch of the migration.
+    pub epoch: Epoch,
+    /// Generation of the round's connections.
+    pub generation: Generation,
+    /// True if the guest is stopped, or about to be.
+    pub is_stopped: bool,
+}
+
+/// Returns true if a notice ends a round that is being sent: its [meaning](SourceSession::meaning) before the next step
+/// is the end of the migration, or of the connections, and it is no answer that comes while a round is sent.
+pub fn interrupts_round(notice: PhaseNotice<'_>, facts: InterruptContext) -> bool {
+    // The source waits for answers to discards between two rounds.
+    if matches!(notice, PhaseNotice::Message { message: Message::Discarded { .. }, .. }) {
+        return false;
+    }
+    let InterruptContext { epoch, generation, is_stopped } = facts;
+    let wait = SourceWait::NextStep;
+    let facts = NoticeContext { wait, epoch, generation, is_querying_templates: false };
+    matches!(meaning_for(is_stopped, notice, facts), NoticeMeaning::End(_) | NoticeMeaning::ControlLost)
+}
+
 impl SourceSession {
     /// Returns the meaning of a notice that arrives before the handover.
     pub fn meaning(&self, notice: PhaseNotice<'_>, facts: NoticeContext) -> NoticeMeaning {
-        match notice {
-            // It answers no question of the present connection.
-            PhaseNotice::Message { origin: MessageOrigin::Replaced, .. } => NoticeMeaning::Nothing,
-            PhaseNotice::Message { origin, message } => meaning_of(message, origin, facts),
-            // This concerns another attempt.
-            PhaseNotice::Asked { epoch } if epoch != facts.epoch => NoticeMeaning::Nothing,
-            PhaseNotice::Asked { epoch } => match self.turns.state {
-                SourceState::Stopped { .. } => NoticeMeaning::Question,
-                // A destination that asks while the guest runs here has lost its state.
-                _ => NoticeMeaning::End(SourceEvent::Asked { epoch }),
-            },
-            PhaseNotice::Lost { is_control: true } => match facts.wait {
-                SourceWait::Answer => NoticeMeaning::End(SourceEvent::PeerLost),
-                SourceWait::NextStep => NoticeMeaning::ControlLost,
-                SourceWait::Reason => NoticeMeaning::WaitOver,
-                SourceWait::Link => NoticeMeaning::Nothing,
-            },
-            // The guest is still stopped at the source.
-            PhaseNotice::ServingEnded { generation } if generation == facts.generation => {
-                NoticeMeaning::End(SourceEvent::PeerLost)
-            }
-            PhaseNotice::Lost { is_control: false }
-            | PhaseNotice::ServingEnded { .. }
-            | PhaseNotice::OfferEnded
-            | PhaseNotice::Event(SourceEvent::Repeat) => NoticeMeaning::Nothing,
-            PhaseNotice::Event(event) => NoticeMeaning::End(event.clone()),
+        meaning_for(matches!(self.core.state, SourceState::Stopped { .. }), notice, facts)
+    }
+}
+
+/// Returns the meaning of a notice while the guest runs, or is stopped.
+fn meaning_for(is_stopped: bool, notice: PhaseNotice<'_>, facts: NoticeContext) -> NoticeMeaning {
+    match notice {
+        // It answers no question of the present connection.
+        PhaseNotice::Message { origin: MessageOrigin::Replaced, .. } => NoticeMeaning::Nothing,
+        PhaseNotice::Message { origin, message } => meaning_of(message, origin, facts),
+        // This concerns another attempt.
+        PhaseNotice::Asked { epoch } if epoch != facts.epoch => NoticeMeaning::Nothing,
+        PhaseNotice::Asked { .. } if is_stopped => NoticeMeaning::Question,
+        // A destination that asks while the guest runs here has lost its state.
+        PhaseNotice::Asked { epoch } => NoticeMeaning::End(SourceEvent::Asked { epoch }),
+        PhaseNotice::Lost { is_control: true } => match facts.wait {
+            SourceWait::Answer => NoticeMeaning::End(SourceEvent::PeerLost),
+            SourceWait::NextStep => NoticeMeaning::ControlLost,
+            SourceWait::Reason => NoticeMeaning::WaitOver,
+            SourceWait::Link => NoticeMeaning::Nothing,
+        },
+        // The guest is still stopped at the source.
+        PhaseNotice::ServingEnded { generation } if generation == facts.generation => {
+            NoticeMeaning::End(SourceEvent::PeerLost)
         }
+        PhaseNotice::Lost { is_control: false }
+        | PhaseNotice::ServingEnded { .. }
+        | PhaseNotice::OfferEnded
+        | PhaseNotice::Event(SourceEvent::Repeat) => NoticeMeaning::Nothing,
+        PhaseNotice::Event(event) => NoticeMeaning::End(event.clone()),
     }
 }
 
@@ -232,6 +259,36 @@ mod tests {
     }
 
     #[test]
+    fn a_round_ends_with_the_migration_or_its_connections() {
+        let refused = Message::Refused { epoch: Epoch(8), reason: String::new() };
+        let own_refusal = Message::Refused { epoch: EPOCH, reason: String::new() };
+        let (present, former) = (Generation(3), Generation(2));
+        // Each with true if it ends a round while the guest runs, and one while it is stopped.
+        let table = [
+            (message(MessageOrigin::Control, &Message::Ping), [false, false]),
+            (message(MessageOrigin::Control, &Message::Resumed), [true, true]),
+            (message(MessageOrigin::Replaced, &own_refusal), [false, false]),
+            (message(MessageOrigin::Destination, &own_refusal), [true, true]),
+            (message(MessageOrigin::Destination, &refused), [false, false]),
+            (PhaseNotice::Lost { is_control: true }, [true, true]),
+            (PhaseNotice::Lost { is_control: false }, [false, false]),
+            (PhaseNotice::Asked { epoch: EPOCH }, [true, false]),
+            (PhaseNotice::Asked { epoch: Epoch(6) }, [false, false]),
+            (PhaseNotice::ServingEnded { generation: present }, [true, true]),
+            (PhaseNotice::ServingEnded { generation: former }, [false, false]),
+            (PhaseNotice::OfferEnded, [false, false]),
+            (PhaseNotice::Event(&SourceEvent::Repeat), [false, false]),
+            (PhaseNotice::Event(&SourceEvent::Cancel), [true, true]),
+        ];
+        for (notice, expected) in table {
+            for (is_stopped, expected) in [false, true].into_iter().zip(expected) {
+                let facts = InterruptContext { epoch: EPOCH, generation: present, is_stopped };
+                assert_eq!(interrupts_round(notice, facts), expected, "{notice:?}, {is_stopped}");
+            }
+        }
+    }
+
+    #[test]
     fn only_the_present_connections_end_post_copy() {
         for wait in WAITS {
             let ended = |generation| meaning(PhaseNotice::ServingEnded { generation }, facts(wait));
@@ -250,6 +307,17 @@ mod tests {
             for notice in [PhaseNotice::Event(&SourceEvent::Repeat), PhaseNotice::OfferEnded] {
                 assert_eq!(meaning(notice, facts(wait)), NoticeMeaning::Nothing);
             }
+        }
+    }
+
+    /// Otherwise a round during which the destination answers would be taken for a lost link.
+    #[test]
+    fn an_answer_to_a_discard_interrupts_no_round() {
+        let discarded = Message::Discarded { duration_us: 1 };
+        for is_stopped in [false, true] {
+            let facts = InterruptContext { epoch: EPOCH, generation: Generation(3), is_stopped };
+            assert!(!interrupts_round(message(MessageOrigin::Control, &discarded), facts));
+            assert!(interrupts_round(message(MessageOrigin::Control, &Message::Resumed), facts));
         }
     }
 }

@@ -21,9 +21,9 @@ use crate::throttle::processors::ThrottleDemand;
 
 /// Kind of the stop that ends the rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum RoundsEnd {
+pub enum SwitchoverKind {
     /// The guest is stopped while the remaining pages are sent.
-    LastRound,
+    StopAndCopy,
     /// The remaining pages are sent while the guest runs at the destination.
     PostCopy,
 }
@@ -36,10 +36,10 @@ pub enum RoundStep {
     /// Let the destination discard pages that it receives after the guest, for as long as that shortens the stop.
     Discard,
     /// Let the guest give back its deferred page cache, whose pages are added to the scan. A policy without
-    /// observations replaces the present one ([`Rounds::taken_back`]).
-    TakeBack,
+    /// observations replaces the present one ([`Rounds::deferred_reclaimed`]).
+    ReclaimDeferred,
     /// Send all pages of the scan, those that were deferred included, in a round that no policy learns of.
-    SendTakenBack,
+    SendReclaimed,
     /// Handle the notices that have arrived: the stop depends on the control stream.
     CheckControl,
     /// Stop the guest.
@@ -47,7 +47,7 @@ pub enum RoundStep {
         /// Downtime that the policy expects.
         expected_downtime: Duration,
         /// Kind of the stop.
-        ending: RoundsEnd,
+        ending: SwitchoverKind,
     },
     /// End the migration.
     GiveUp {
@@ -131,13 +131,13 @@ enum RoundStage {
     /// A round follows. With `discards_first`, pages are discarded before it.
     Send { discards_first: bool },
     /// The policy stops the guest; nothing is checked yet.
-    StopDecided { expected_downtime: Duration, ending: RoundsEnd },
+    StopDecided { expected_downtime: Duration, ending: SwitchoverKind },
     /// No memory is deferred, and the notices that had arrived are handled.
-    NoticesHandled { expected_downtime: Duration, ending: RoundsEnd },
+    NoticesHandled { expected_downtime: Duration, ending: SwitchoverKind },
     /// The pages for post-copy are discarded at the destination, as far as that is worth it.
-    Discarded { expected_downtime: Duration, ending: RoundsEnd },
+    Discarded { expected_downtime: Duration, ending: SwitchoverKind },
     /// Deferred memory is part of the scan.
-    TakenBack,
+    Reclaimed,
     /// The policy gives up.
     GivenUp(GiveUp),
 }
@@ -232,11 +232,11 @@ impl Rounds {
             }
             Decision::StopAndCopy { expected_downtime_ns, .. } => {
                 let expected_downtime = Duration::from_nanos(expected_downtime_ns);
-                RoundStage::StopDecided { expected_downtime, ending: RoundsEnd::LastRound }
+                RoundStage::StopDecided { expected_downtime, ending: SwitchoverKind::StopAndCopy }
             }
             Decision::PostCopy { expected_downtime_ns } => {
                 let expected_downtime = Duration::from_nanos(expected_downtime_ns);
-                RoundStage::StopDecided { expected_downtime, ending: RoundsEnd::PostCopy }
+                RoundStage::StopDecided { expected_downtime, ending: SwitchoverKind::PostCopy }
             }
             Decision::GiveUp { reason } => RoundStage::GivenUp(reason),
         };
@@ -255,13 +255,13 @@ impl Rounds {
                 self.stage = RoundStage::Send { discards_first: false };
                 if discards_first && !facts.has_discarded { RoundStep::Discard } else { RoundStep::Send }
             }
-            RoundStage::StopDecided { .. } if facts.has_deferred => RoundStep::TakeBack,
+            RoundStage::StopDecided { .. } if facts.has_deferred => RoundStep::ReclaimDeferred,
             RoundStage::StopDecided { expected_downtime, ending } => {
                 self.stage = RoundStage::NoticesHandled { expected_downtime, ending };
                 RoundStep::CheckControl
             }
-            RoundStage::NoticesHandled { expected_downtime, ending: RoundsEnd::PostCopy } => {
-                self.stage = RoundStage::Discarded { expected_downtime, ending: RoundsEnd::PostCopy };
+            RoundStage::NoticesHandled { expected_downtime, ending: SwitchoverKind::PostCopy } => {
+                self.stage = RoundStage::Discarded { expected_downtime, ending: SwitchoverKind::PostCopy };
                 RoundStep::Discard
             }
             RoundStage::NoticesHandled { expected_downtime, ending }
@@ -274,7 +274,7 @@ impl Rounds {
                 self.stage = RoundStage::Send { discards_first: false };
                 RoundStep::Send
             }
-            RoundStage::TakenBack => RoundStep::SendTakenBack,
+            RoundStage::Reclaimed => RoundStep::SendReclaimed,
             RoundStage::GivenUp(reason) => RoundStep::GiveUp { reason },
         }
     }
@@ -282,10 +282,10 @@ impl Rounds {
     /// Records that the guest was asked to give back its page cache. The guest writes to its records of each page that
     /// it gives back, for as long as that lasts: neither those writes nor the round of these pages predict the rounds
     /// that follow, which a policy without observations decides.
-    pub fn taken_back(&mut self, policy: TracedStopPolicy) {
+    pub fn deferred_reclaimed(&mut self, policy: TracedStopPolicy) {
         self.policy = policy;
         self.passes = Passes::after(self.passes.completed());
-        self.stage = RoundStage::TakenBack;
+        self.stage = RoundStage::Reclaimed;
     }
 
     /// Selects the pages of the next round, of `dirty_pages`. A round is longer than usual by `interval_factor`, for a

@@ -51,7 +51,10 @@ impl World {
         self.streams = false;
         match side {
             Side::Source => self.source.life = Life::Down,
-            Side::Destination => self.destination.life = Life::Down,
+            Side::Destination => {
+                self.destination.life = Life::Down;
+                self.ghost.destination.is_known_to_have_run = false;
+            }
         }
     }
 
@@ -282,6 +285,7 @@ impl World {
         self.destination_cont = false;
         self.destination_qemu = Qemu::Running;
         self.ghost.destination.ran = true;
+        self.ghost.destination.is_known_to_have_run |= self.destination.life == Life::Up;
         let missing = self.ghost.destination.missing;
         self.feed_destination(rules, &DestinationEvent::Continued { missing }, cut);
     }

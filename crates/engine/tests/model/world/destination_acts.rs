@@ -15,15 +15,18 @@ use crate::mutation::Rules;
 impl World {
     /// Feeds an event to the destination.
     pub(crate) fn feed_destination(&mut self, rules: &Rules, event: &DestinationEvent, cut: Cut) {
-        if self.destination.life != Life::Up {
+        if self.destination.life != Life::Up
+            || !(rules.destination_admits)(&mut self.destination.session, event)
+        {
             return;
         }
         let terms = terms(self.destination.epoch, self.destination.base, self.registry.is_some());
         match (rules.destination)(&terms, self.destination.state(), event) {
             Err(illegal) => {
+                self.destination.session.handled(event);
                 self.ghost.illegal = Some(illegal.event);
             }
-            Ok(Step::Ignored(_)) => {}
+            Ok(Step::Ignored(_)) => self.destination.session.handled(event),
             Ok(Step::Moved(step)) => {
                 for (done, effect) in step.effects.iter().enumerate() {
                     if cut == Some(Interruption::Death(done)) {
@@ -41,6 +44,7 @@ impl World {
                     self.do_destination(effect);
                 }
                 self.destination.session.enter(step.to);
+                self.destination.session.handled(event);
                 while let Some(next) = self.destination.session.take_follow_up() {
                     self.feed_destination(rules, &next, None);
                 }

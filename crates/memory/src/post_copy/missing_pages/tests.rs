@@ -36,7 +36,7 @@ fn set(pages: u64, these: &[u64]) -> PageSet {
     set
 }
 
-fn awaited() -> Arc<MissingPages<Memory>> {
+fn missing() -> Arc<MissingPages<Memory>> {
     let regions = vec![region("rom", BASE / 2, 4), region("ram", BASE, 1000)];
     Arc::new(MissingPages::new(
         Memory::default(),
@@ -52,25 +52,25 @@ fn address(page: u64) -> u64 {
 
 #[test]
 fn missing_pages_are_requested_once_others_become_zeros() {
-    let awaited = awaited();
+    let missing = missing();
     let page = |page| PageRequest { block: 1, page };
-    assert_eq!(awaited.handle_fault(address(7)).unwrap(), Some(page(7)));
-    assert_eq!(awaited.handle_fault(address(7)).unwrap(), None);
-    assert_eq!(awaited.handle_fault(address(900)).unwrap(), Some(page(900)));
-    assert_eq!(awaited.handle_fault(address(9)).unwrap(), None);
-    assert_eq!(awaited.handle_fault(BASE / 2).unwrap(), None);
-    assert!(awaited.handle_fault(12).is_err(), "nothing of the guest");
-    let zeros: Vec<_> = lock(&awaited.placer().0).keys().copied().collect();
+    assert_eq!(missing.handle_fault(address(7)).unwrap(), Some(page(7)));
+    assert_eq!(missing.handle_fault(address(7)).unwrap(), None);
+    assert_eq!(missing.handle_fault(address(900)).unwrap(), Some(page(900)));
+    assert_eq!(missing.handle_fault(address(9)).unwrap(), None);
+    assert_eq!(missing.handle_fault(BASE / 2).unwrap(), None);
+    assert!(missing.handle_fault(12).is_err(), "nothing of the guest");
+    let zeros: Vec<_> = lock(&missing.placer().0).keys().copied().collect();
     assert_eq!(zeros, [BASE / 2, address(9)]);
-    assert_eq!(awaited.requested(), [page(7), page(900)]);
+    assert_eq!(missing.requested(), [page(7), page(900)]);
 
-    let writers = awaited.writers();
+    let writers = missing.writers();
     writers[1].write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
-    assert_eq!((awaited.requested(), awaited.pages()), (vec![page(900)], 2));
+    assert_eq!((missing.requested(), missing.pages()), (vec![page(900)], 2));
     // Zeros, with or without a waiting thread.
     writers[1].drop_pages(900 * PAGE_BYTES..903 * PAGE_BYTES).unwrap();
-    assert_eq!((awaited.requested(), awaited.pages()), (Vec::new(), 0));
-    let memory = || lock(&awaited.placer().0);
+    assert_eq!((missing.requested(), missing.pages()), (Vec::new(), 0));
+    let memory = || lock(&missing.placer().0);
     assert_eq!([7, 8, 9, 900].map(|page| memory()[&address(page)][0]), [5, 5, 0, 0]);
     assert_eq!(memory()[&address(901)][0], 0);
     assert!(!memory().contains_key(&address(902)), "nobody awaits it");
@@ -79,9 +79,9 @@ fn missing_pages_are_requested_once_others_become_zeros() {
     writers[1].write(7 * PAGE_BYTES, &[6; 3 * PAGE]).unwrap();
     assert!(!memory().contains_key(&address(7)));
     assert_eq!([8, 9].map(|page| memory()[&address(page)][0]), [5, 0]);
-    assert_eq!(awaited.handle_fault(address(7)).unwrap(), None);
+    assert_eq!(missing.handle_fault(address(7)).unwrap(), None);
     assert_eq!(memory()[&address(7)][0], 0);
-    assert_eq!(awaited.untrusted(), None);
+    assert_eq!(missing.untrusted(), None);
     assert!(writers[1].read(0, &mut [0]).is_err());
 }
 
@@ -95,62 +95,62 @@ fn missing_page_found_present_is_reported_without_blocking() {
             count.fetch_add(1, Ordering::Relaxed);
         };
         let sets = vec![set(1000, &[7, 8, 900])];
-        let awaited =
+        let missing =
             MissingPages::new(Memory::default(), vec![region("ram", BASE, 1000)], sets, count_report);
-        let awaited = Arc::new(awaited);
-        let writer = &awaited.writers()[0];
-        lock(&awaited.placer().0).insert(address(8), vec![1; PAGE]);
+        let missing = Arc::new(missing);
+        let writer = &missing.writers()[0];
+        lock(&missing.placer().0).insert(address(8), vec![1; PAGE]);
         if zeros {
             writer.drop_pages(7 * PAGE_BYTES..9 * PAGE_BYTES).unwrap();
         } else {
             writer.write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
         }
-        assert_eq!(awaited.untrusted(), Some(PageRequest { block: 0, page: 7 }));
-        assert_eq!((awaited.pages(), reports.load(Ordering::Relaxed)), (1, 1));
-        assert_eq!(lock(&awaited.placer().0)[&address(8)][0], 1, "the guest may have written to it");
+        assert_eq!(missing.untrusted(), Some(PageRequest { block: 0, page: 7 }));
+        assert_eq!((missing.pages(), reports.load(Ordering::Relaxed)), (1, 1));
+        assert_eq!(lock(&missing.placer().0)[&address(8)][0], 1, "the guest may have written to it");
         writer.write(900 * PAGE_BYTES, &[5; PAGE]).unwrap();
-        assert_eq!((awaited.pages(), reports.load(Ordering::Relaxed)), (0, 2));
+        assert_eq!((missing.pages(), reports.load(Ordering::Relaxed)), (0, 2));
     }
 }
 
 /// The agent had placed the page, but not yet updated its file.
 #[test]
 fn page_placed_by_a_dead_agent_is_trusted() {
-    let awaited = Arc::new(Arc::into_inner(awaited()).unwrap().taken_over());
-    lock(&awaited.placer().0).insert(address(8), vec![1; PAGE]);
-    awaited.writers()[1].write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
-    assert_eq!((awaited.pages(), awaited.untrusted()), (2, None));
-    assert_eq!(lock(&awaited.placer().0)[&address(8)][0], 1, "the guest may have written to it");
+    let missing = Arc::new(Arc::into_inner(missing()).unwrap().taken_over());
+    lock(&missing.placer().0).insert(address(8), vec![1; PAGE]);
+    missing.writers()[1].write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
+    assert_eq!((missing.pages(), missing.untrusted()), (2, None));
+    assert_eq!(lock(&missing.placer().0)[&address(8)][0], 1, "the guest may have written to it");
 }
 
 #[test]
-fn the_last_page_is_told_of_and_the_ledger_knows_of_all() {
+fn the_last_page_is_reported_and_the_file_records_all() {
     let folder = tempfile::tempdir().unwrap();
     let (path, sets) = (folder.path().join("missing"), vec![set(4, &[]), set(1000, &[7, 8, 900])]);
     let reports = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&reports);
     let regions = vec![region("rom", BASE / 2, 4), region("ram", BASE, 1000)];
-    let awaited = MissingPages::new(Memory::default(), regions, sets.clone(), move || {
+    let missing = MissingPages::new(Memory::default(), regions, sets.clone(), move || {
         count.fetch_add(1, Ordering::Relaxed);
     });
-    let awaited = Arc::new(awaited.with_file(MissingPagesFile::create(&path, &sets).unwrap()));
+    let missing = Arc::new(missing.with_file(MissingPagesFile::create(&path, &sets).unwrap()));
     let kept = || MissingPagesFile::open(&path, [4, 1000].map(|pages| pages * PAGE_BYTES)).unwrap().1;
-    let writers = awaited.writers();
+    let writers = missing.writers();
     writers[1].write(7 * PAGE_BYTES, &[5; PAGE]).unwrap();
-    assert_eq!((kept(), reports.load(Ordering::Relaxed)), (awaited.set(), 0));
+    assert_eq!((kept(), reports.load(Ordering::Relaxed)), (missing.set(), 0));
     writers[1].drop_pages(8 * PAGE_BYTES..901 * PAGE_BYTES).unwrap();
     assert_eq!((kept(), reports.load(Ordering::Relaxed)), (vec![set(4, &[]), set(1000, &[])], 1));
     writers[1].write(0, &vec![5; 9 * PAGE]).unwrap();
-    assert_eq!((awaited.pages(), reports.load(Ordering::Relaxed)), (0, 1));
+    assert_eq!((missing.pages(), reports.load(Ordering::Relaxed)), (0, 1));
 }
 
 #[test]
 fn zero_pages_without_a_request_are_not_placed_in_files() {
-    let awaited = Arc::new(Arc::into_inner(awaited()).unwrap().placing_zeros([true, false]));
-    assert!(awaited.handle_fault(address(8)).unwrap().is_some());
-    awaited.writers()[1].drop_pages(0..901 * PAGE_BYTES).unwrap();
-    let zeros: Vec<_> = lock(&awaited.placer().0).keys().copied().collect();
-    assert_eq!((zeros, awaited.pages()), (vec![address(8)], 1));
+    let missing = Arc::new(Arc::into_inner(missing()).unwrap().placing_zeros([true, false]));
+    assert!(missing.handle_fault(address(8)).unwrap().is_some());
+    missing.writers()[1].drop_pages(0..901 * PAGE_BYTES).unwrap();
+    let zeros: Vec<_> = lock(&missing.placer().0).keys().copied().collect();
+    assert_eq!((zeros, missing.pages()), (vec![address(8)], 1));
 }
 
 /// Memory that has room for some new pages.
@@ -178,30 +178,30 @@ impl Placer for Narrow {
 }
 
 #[test]
-fn what_was_placed_before_an_error_is_not_owed_again() {
+fn pages_placed_before_an_error_are_not_missing_any_more() {
     let narrow = Narrow(Memory::default(), Mutex::new(3));
     let sets = vec![set(1000, &[7, 8, 9, 10])];
-    let awaited = Arc::new(MissingPages::new(narrow, vec![region("ram", BASE, 1000)], sets, || ()));
-    let writer = &awaited.writers()[0];
+    let missing = Arc::new(MissingPages::new(narrow, vec![region("ram", BASE, 1000)], sets, || ()));
+    let writer = &missing.writers()[0];
     assert!(writer.write(7 * PAGE_BYTES, &vec![5; 4 * PAGE]).is_err());
-    assert_eq!(awaited.pages(), 1);
-    *lock(&awaited.placer().1) = 9;
+    assert_eq!(missing.pages(), 1);
+    *lock(&missing.placer().1) = 9;
     writer.write(7 * PAGE_BYTES, &vec![6; 4 * PAGE]).unwrap();
-    assert_eq!(awaited.pages(), 0);
-    assert_eq!([7, 9, 10].map(|page| lock(&awaited.placer().0.0)[&address(page)][0]), [5, 5, 6]);
+    assert_eq!(missing.pages(), 0);
+    assert_eq!([7, 9, 10].map(|page| lock(&missing.placer().0.0)[&address(page)][0]), [5, 5, 6]);
 }
 
 #[test]
-fn zeros_that_were_placed_before_an_error_are_nobody_elses() {
+fn zeros_placed_before_an_error_are_trusted() {
     let narrow = Narrow(Memory::default(), Mutex::new(3));
     let sets = vec![set(1000, &[7, 8, 20, 21])];
-    let awaited = Arc::new(MissingPages::new(narrow, vec![region("ram", BASE, 1000)], sets, || ()));
-    let writer = &awaited.writers()[0];
+    let missing = Arc::new(MissingPages::new(narrow, vec![region("ram", BASE, 1000)], sets, || ()));
+    let writer = &missing.writers()[0];
     assert!(writer.drop_pages(7 * PAGE_BYTES..30 * PAGE_BYTES).is_err());
-    assert_eq!(awaited.pages(), 1);
-    *lock(&awaited.placer().1) = 9;
+    assert_eq!(missing.pages(), 1);
+    *lock(&missing.placer().1) = 9;
     writer.drop_pages(7 * PAGE_BYTES..30 * PAGE_BYTES).unwrap();
-    assert_eq!((awaited.pages(), awaited.untrusted()), (0, None));
+    assert_eq!((missing.pages(), missing.untrusted()), (0, None));
 }
 
 /// Memory of which a block was unmapped.
@@ -221,19 +221,19 @@ impl Placer for Unplugged {
 }
 
 #[test]
-fn nothing_has_to_come_for_a_block_that_was_unmapped() {
+fn no_page_is_missing_in_a_block_that_was_unmapped() {
     for zeros in [false, true] {
         let regions = vec![region("rom", BASE / 2, 8), region("ram", BASE, 8)];
         let sets = vec![set(8, &[1, 2, 7]), set(8, &[3])];
-        let awaited = Arc::new(MissingPages::new(Unplugged(Memory::default()), regions, sets, || ()));
-        let writers = awaited.writers();
+        let missing = Arc::new(MissingPages::new(Unplugged(Memory::default()), regions, sets, || ()));
+        let writers = missing.writers();
         if zeros {
             writers[0].drop_pages(PAGE_BYTES..2 * PAGE_BYTES).unwrap();
         } else {
             writers[0].write(PAGE_BYTES, &[5; PAGE]).unwrap();
         }
-        assert_eq!((awaited.pages(), awaited.untrusted()), (1, None), "what is there has to come");
+        assert_eq!((missing.pages(), missing.untrusted()), (1, None), "what is there has to come");
         writers[1].write(3 * PAGE_BYTES, &[6; PAGE]).unwrap();
-        assert_eq!(awaited.pages(), 0);
+        assert_eq!(missing.pages(), 0);
     }
 }

@@ -13,7 +13,7 @@ use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
 
 use crate::destination::inbox::DestinationNotice;
-use crate::destination::participants::Execution;
+use crate::destination::participants::GuestRan;
 use crate::destination::stages::ArrivalStage;
 use crate::destination::{Continued, DestinationDriver};
 use crate::state_machine::StateMachine;
@@ -97,7 +97,7 @@ impl StateMachine for DestinationDriver {
             DestinationEffect::Registry { request, .. } => self.ask_registry(request.clone()),
             DestinationEffect::Cont => self.cont(),
             DestinationEffect::Announce => {
-                self.release_qemu();
+                self.thaw_qemu();
                 self.commit_participants();
                 self.announce();
             }
@@ -212,8 +212,8 @@ impl DestinationDriver {
             return self.session.follow_up(DestinationEvent::ContFailed);
         }
         self.resources.participants.before_cont();
-        if let Err(error) = vm.release() {
-            error!(error = crate::chain(&error), "cannot release QEMU");
+        if let Err(error) = vm.thaw() {
+            error!(error = crate::chain(&error), "cannot thaw QEMU");
         }
         self.process_cont_outcome();
     }
@@ -229,7 +229,7 @@ impl DestinationDriver {
             Ok(ContOutcome::Runs { resumed }) => {
                 self.reporter.continued =
                     Some(Continued { returned: Instant::now(), took: began.elapsed(), resumed });
-                DestinationEvent::Continued { missing: vm.artifacts.awaited.is_some() }
+                DestinationEvent::Continued { missing: vm.artifacts.missing_pages.is_some() }
             }
             // QEMU refused before any vCPU ran: `cont` acquires the disks first.
             Err(error) if error.is_refusal() && vm.is_reported_paused() => {
@@ -269,11 +269,11 @@ impl DestinationDriver {
     }
 
     /// Releases QEMU, because the VM belongs to this host now, and its users may control it.
-    pub(crate) fn release_qemu(&self) {
+    pub(crate) fn thaw_qemu(&self) {
         if let Some(vm) = &self.resources.vm
-            && let Err(error) = vm.release()
+            && let Err(error) = vm.thaw()
         {
-            warn!(migration = %self.terms.migration, error = crate::chain(&error), "cannot release QEMU");
+            warn!(migration = %self.terms.migration, error = crate::chain(&error), "cannot thaw QEMU");
         }
     }
 
@@ -289,8 +289,8 @@ impl DestinationDriver {
             artifacts
         };
         let execution = match self.session.state() {
-            DestinationState::Crashed { .. } => Execution::Possible,
-            _ => Execution::Never,
+            DestinationState::Crashed { .. } => GuestRan::Possibly,
+            _ => GuestRan::Never,
         };
         let left = self.resources.participants.undo(&artifacts, execution);
         self.resources.stage = ArrivalStage::Discarded(left);

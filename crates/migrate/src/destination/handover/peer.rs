@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEvent, DestinationState};
-use engine::session::{MessageContext, MessageTreatment, PayloadKind};
+use engine::session::{Admission, MessageContext, PayloadKind};
 use link::transport::Incoming;
 use proto::message::{Acceptance, Finding, Message, Severity};
 use proto::{Epoch, Purpose};
@@ -32,19 +32,19 @@ impl DestinationDriver {
         if *self.session.state() != DestinationState::Idle {
             self.reporter.reason = Some(what);
             self.take(&DestinationEvent::Failed);
-            self.settle();
+            self.run_to_end();
         }
     }
 
     /// Processes a message of the source.
-    pub(super) fn message(&mut self, link: u64, message: Message) {
+    pub(super) fn message(&mut self, connection_id: u64, message: Message) {
         let facts = MessageContext {
-            is_on_control: self.connections.control.is(link),
+            is_on_control: self.connections.control.is_connection(connection_id),
             has_missing_pages: self.resources.stage.missing().is_some(),
             epoch: self.terms.epoch(),
         };
-        if self.session.admission(&message, facts) == MessageTreatment::Unexpected {
-            return self.handle_unexpected_message(link, &kind(&message));
+        if self.session.admission(&message, facts) == Admission::Unexpected {
+            return self.handle_unexpected_message(connection_id, &kind(&message));
         }
         let event = match message {
             Message::Go { epoch, incarnation, run } => {
@@ -65,21 +65,24 @@ impl DestinationDriver {
                 return self.verify(block, first_chunk, &hashes);
             }
             Message::Discard { bytes, digest } => {
-                return self.begin_payload(PayloadKind::TakenAway, bytes, digest);
+                return self.begin_payload(PayloadKind::Discard, bytes, None, digest);
             }
             Message::MissingPages { bytes, digest, .. } => {
-                return self.begin_payload(PayloadKind::MissingPages, bytes, digest);
+                return self.begin_payload(PayloadKind::MissingPages, bytes, None, digest);
             }
             message @ Message::Claims { .. } => return self.resources.participants.learn(&message),
-            Message::DeviceState { bytes, digest } => {
-                return self.begin_payload(PayloadKind::Devices, bytes, digest);
+            Message::DeviceState { bytes, state_bytes, digest } => {
+                return self.begin_payload(PayloadKind::Devices, bytes, Some(state_bytes), digest);
             }
             Message::Held { run, .. } => return self.enter_ready(run),
-            other => return self.handle_unexpected_message(link, &kind(&other)),
+            other => return self.handle_unexpected_message(connection_id, &kind(&other)),
         };
+        if !self.admit(&event) {
+            return;
+        }
         match self.feed(&event) {
             Err(DestinationEffectError::Illegal(illegal)) => {
-                self.handle_protocol_violation(link, &illegal.to_string());
+                self.handle_protocol_violation(connection_id, &illegal.to_string());
             }
             done => self.done(&event, done),
         }
@@ -88,27 +91,29 @@ impl DestinationDriver {
     /// Handles a message that is not valid in this state. It is ignored if it arrives late from a replaced connection.
     /// The connection is closed if the source does not know yet that its migration ended here, for example because this
     /// host was rebooted.
-    pub(super) fn handle_unexpected_message(&mut self, link: u64, what: &str) {
-        if !self.connections.links.contains_key(&link) {
+    pub(super) fn handle_unexpected_message(&mut self, connection_id: u64, what: &str) {
+        if !self.connections.open.contains_key(&connection_id) {
             return;
         }
         if *self.session.state() == DestinationState::Prepared {
-            return self
-                .handle_protocol_violation(link, &format!("the source sent an unexpected message `{what}`"));
+            return self.handle_protocol_violation(
+                connection_id,
+                &format!("the source sent an unexpected message `{what}`"),
+            );
         }
         info!(
             migration = %self.terms.migration,
             what,
             "the source continues a connection that has ended here; it will reconnect"
         );
-        self.hang_up(link);
+        self.hang_up(connection_id);
     }
 
     /// Closes a connection on which the source violates the protocol, and fails the migration if neither host depends
     /// on this copy yet.
-    fn handle_protocol_violation(&mut self, link: u64, what: &str) {
+    fn handle_protocol_violation(&mut self, connection_id: u64, what: &str) {
         warn!(migration = %self.terms.migration, what, "the source violates the protocol");
-        if let Some((_, handle)) = self.connections.links.remove(&link) {
+        if let Some((_, handle)) = self.connections.open.remove(&connection_id) {
             handle.shutdown();
         }
         if *self.session.state() == DestinationState::Prepared {
@@ -117,7 +122,7 @@ impl DestinationDriver {
     }
     /// Sends a message on all connections of the source, because it is not known which of them the source still reads.
     pub(crate) fn send_message(&mut self, message: &Message) {
-        self.connections.links.retain(|_, (writer, _)| writer.send(message).is_ok());
+        self.connections.open.retain(|_, (writer, _)| writer.send(message).is_ok());
     }
 
     pub(super) fn ask_source(&mut self) {

@@ -65,10 +65,10 @@ fn a_protocol_violation_before_ready_ends_the_migration() {
     for nonsense in [go(&other_incarnation()), Message::Resumed] {
         let world = World::new();
         let (driver, mut source) = driver(&world, DestinationState::Prepared, None);
-        let settled = thread::spawn(move || driver.run());
+        let end_state = thread::spawn(move || driver.run());
         source.send_message(&nonsense);
         source.receive_until_closed();
-        assert_eq!(settled.join().unwrap(), DestinationState::Discarded);
+        assert_eq!(end_state.join().unwrap(), DestinationState::Discarded);
         assert_eq!(world.state(), State::Destination(DestinationState::Discarded));
     }
 }
@@ -79,8 +79,8 @@ fn a_protocol_violation_after_ready_closes_the_connection_only() {
     let (_qemu, vm, incarnation) = arrived(&world);
     let ready = DestinationState::Ready { incarnation, run: true };
     let (mut driver, mut source) = driver(&world, ready.clone(), Some(vm));
-    let link = *driver.connections.links.keys().next().unwrap();
-    driver.message(link, Message::Resumed);
+    let connection_id = *driver.connections.open.keys().next().unwrap();
+    driver.message(connection_id, Message::Resumed);
     source.receive_until_closed();
     assert_eq!(world.state(), State::Destination(ready));
 }
@@ -89,13 +89,13 @@ fn a_protocol_violation_after_ready_closes_the_connection_only() {
 fn late_messages_on_an_older_connection_are_ignored() {
     let world = World::new();
     let (mut driver, _old) = driver(&world, DestinationState::Prepared, None);
-    let old = driver.connections.control.link().unwrap();
+    let old = driver.connections.control.connection_id().unwrap();
     let (here, _new) = World::from_peer();
     driver.inbox.mailbox().connected(here, Some(Generation(2))).unwrap();
     let connected = driver.inbox.wait(Instant::now() + PATIENCE).unwrap();
     driver.notice(connected);
-    driver.notice(DestinationNotice::Message { link: old, message: Message::Resume });
-    driver.notice(DestinationNotice::Blob { link: old, bytes: vec![0; 16] });
+    driver.notice(DestinationNotice::Message { connection_id: old, message: Message::Resume });
+    driver.notice(DestinationNotice::Blob { connection_id: old, bytes: vec![0; 16] });
     assert_eq!(*driver.session.state(), DestinationState::Prepared);
 }
 
@@ -104,7 +104,7 @@ fn late_messages_on_an_older_connection_are_ignored() {
 fn a_control_stream_of_an_old_generation_is_closed() {
     let world = World::new();
     let (mut driver, mut present) = driver(&world, DestinationState::Prepared, None);
-    let control = driver.connections.control.link().unwrap();
+    let control = driver.connections.control.connection_id().unwrap();
     driver.connections.control.connected(control, Some(Generation(2)));
     let (here, mut old) = World::from_peer();
     driver.inbox.mailbox().connected(here, Some(Generation(1))).unwrap();
@@ -116,7 +116,7 @@ fn a_control_stream_of_an_old_generation_is_closed() {
 }
 
 #[test]
-fn what_the_journal_did_not_take_is_taken_again() {
+fn a_fact_is_handled_again_until_the_journal_accepts_it() {
     let world = World::new();
     let (_qemu, vm, incarnation) = arrived(&world);
     let (mut driver, mut source) =
@@ -129,13 +129,31 @@ fn what_the_journal_did_not_take_is_taken_again() {
     })));
     assert_eq!(world.state().name(), "ready");
     world.context.journal.refuse_writes(false);
-    let settled = thread::spawn(move || driver.settle());
+    let end_state = thread::spawn(move || driver.run_to_end());
     source.receive_until(|message| matches!(message, Message::Refused { .. }));
-    assert_eq!(settled.join().unwrap(), DestinationState::Refused);
+    assert_eq!(end_state.join().unwrap(), DestinationState::Refused);
+}
+
+/// In the order in which they were noticed: no operator has to find out if the guest has run.
+#[test]
+fn facts_that_the_journal_refuses_keep_their_order() {
+    let world = World::new();
+    let (_qemu, vm, incarnation) = arrived(&world);
+    let (mut driver, mut source) =
+        driver(&world, DestinationState::Starting { incarnation, again: false }, Some(vm));
+    world.context.journal.refuse_writes(true);
+    driver.take(&DestinationEvent::Continued { missing: false });
+    driver.repeat();
+    world.context.journal.refuse_writes(false);
+    driver.notice(DestinationNotice::Event(DestinationEvent::QemuDied));
+    assert_eq!(world.state().name(), "starting", "what precedes it is not in the journal yet");
+    let end_state = thread::spawn(move || driver.run_to_end());
+    source.receive_until(|message| matches!(message, Message::Running { .. }));
+    assert_eq!(end_state.join().unwrap(), DestinationState::Crashed { ran: true });
 }
 
 #[test]
-fn the_source_is_asked_again_for_what_the_journal_did_not_take() {
+fn a_statement_that_was_not_journalled_is_asked_for_again() {
     let world = World::new();
     let (qemu, vm, incarnation) = arrived(&world);
     let (mut driver, mut source) =
@@ -145,12 +163,12 @@ fn the_source_is_asked_again_for_what_the_journal_did_not_take() {
     assert_eq!(world.state().name(), "ready");
     assert!(!qemu.monitor().running, "nothing that does not stand in the journal is done");
     world.context.journal.refuse_writes(false);
-    let settled = thread::spawn(move || driver.settle());
+    let end_state = thread::spawn(move || driver.run_to_end());
     source.receive_until(|message| matches!(message, Message::Ready { .. }));
     assert!(!qemu.monitor().running, "who knows what the source has decided since");
     source.send_message(&go(&incarnation));
     source.receive_until(|message| matches!(message, Message::Running { .. }));
-    assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
+    assert!(matches!(end_state.join().unwrap(), DestinationState::Active { .. }));
     assert!(qemu.monitor().running);
 }
 
@@ -177,7 +195,7 @@ fn the_registry_is_asked_again_after_a_failed_journal_write() {
     assert_eq!(world.state().name(), "taking");
     world.context.journal.refuse_writes(false);
     answer.send(owner("b")).unwrap();
-    assert_eq!(driver.settle(), DestinationState::Discarded);
+    assert_eq!(driver.run_to_end(), DestinationState::Discarded);
     assert!(questions.try_recv().is_ok(), "it was asked again");
     assert!(!qemu.monitor().received.iter().any(|command| command == "cont"));
 }
@@ -200,8 +218,8 @@ fn a_decision_that_was_not_journalled_is_not_retried() {
 
 /// Otherwise QEMU would be held again, or be written to.
 #[test]
-fn what_belongs_before_ready_has_no_place_after_it() {
-    let state = Message::DeviceState { bytes: 1, digest: String::new() };
+fn messages_of_the_arrival_are_refused_after_ready() {
+    let state = Message::DeviceState { bytes: 1, state_bytes: 1, digest: String::new() };
     let verify = Message::Verify { block: 0, first_chunk: 0, hashes: vec![] };
     for late in [Message::Held { epoch: Epoch(1), run: true }, Message::Resume, state, verify] {
         let world = World::new();
@@ -209,7 +227,7 @@ fn what_belongs_before_ready_has_no_place_after_it() {
         let starting = DestinationState::Starting { incarnation, again: false };
         let (mut driver, mut source) = driver(&world, starting.clone(), Some(vm));
         driver.reporter.loaded = Some((String::new(), 0));
-        driver.message(driver.connections.control.link().unwrap(), late);
+        driver.message(driver.connections.control.connection_id().unwrap(), late);
         source.receive_until_closed();
         assert!(!qemu.is_frozen());
         assert_eq!(world.state(), State::Destination(starting));
@@ -223,7 +241,7 @@ fn the_driver_answers_while_cont_is_not_answered() {
     let (driver, mut source) =
         driver(&world, DestinationState::Ready { incarnation: incarnation.clone(), run: true }, Some(vm));
     qemu.monitor().ignores = Some("cont");
-    let settled = thread::spawn(move || driver.settle());
+    let end_state = thread::spawn(move || driver.run_to_end());
     source.send_message(&go(&incarnation));
     // The command is repeated.
     qemu.received("cont", 2);
@@ -231,7 +249,7 @@ fn the_driver_answers_while_cont_is_not_answered() {
     source.receive_until(|message| *message == Message::Pong);
     qemu.monitor().ignores = None;
     source.receive_until(|message| matches!(message, Message::Running { .. }));
-    assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
+    assert!(matches!(end_state.join().unwrap(), DestinationState::Active { .. }));
 }
 
 /// Sends GO to a driver whose QEMU does not answer `cont` yet; the driver still processes messages.
@@ -246,12 +264,12 @@ fn goes_while_cont_waits(
         driver(world, DestinationState::Ready { incarnation, run: true }, Some(vm));
     driver.resources.stage = ArrivalStage::FoundComplete;
     qemu.monitor().waits = Some("cont");
-    let settled = thread::spawn(move || driver.settle());
+    let end_state = thread::spawn(move || driver.run_to_end());
     source.send_message(&message);
     qemu.received("cont", 1);
     source.send_message(&Message::Ping);
     source.receive_until(|message| *message == Message::Pong);
-    (settled, source)
+    (end_state, source)
 }
 
 /// The page arrives over connections that the driver has to answer.
@@ -260,12 +278,12 @@ fn the_driver_answers_while_qemu_waits_for_a_page() {
     let world = World::new();
     let (qemu, mut vm, incarnation) = arrived(&world);
     vm.qmp().unwrap().set_timeout(qemu::qmp::DEFAULT_TIMEOUT);
-    vm.artifacts.awaited = Some(awaited(&world, &serde_json::Value::Null));
+    vm.artifacts.missing_pages = Some(missing_pages(&world, &serde_json::Value::Null));
     assert!(vm.qmp().unwrap().timeout() < Duration::from_secs(1));
-    let (settled, mut source) = goes_while_cont_waits(&world, &qemu, vm, incarnation);
+    let (end_state, mut source) = goes_while_cont_waits(&world, &qemu, vm, incarnation);
     qemu.monitor().waits = None;
     source.receive_until(|message| matches!(message, Message::Running { .. }));
-    assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
+    assert!(matches!(end_state.join().unwrap(), DestinationState::Active { .. }));
     assert_eq!(qemu.monitor().received.iter().filter(|received| *received == "cont").count(), 1);
 }
 
@@ -274,12 +292,12 @@ fn the_driver_answers_while_qemu_waits_for_a_page() {
 fn a_cont_that_is_refused_late_gives_the_guest_back() {
     let world = World::new();
     let (qemu, mut vm, incarnation) = arrived(&world);
-    vm.artifacts.awaited = Some(awaited(&world, &serde_json::Value::Null));
+    vm.artifacts.missing_pages = Some(missing_pages(&world, &serde_json::Value::Null));
     qemu.monitor().refuses = Some("cont");
-    let (settled, mut source) = goes_while_cont_waits(&world, &qemu, vm, incarnation);
+    let (end_state, mut source) = goes_while_cont_waits(&world, &qemu, vm, incarnation);
     qemu.monitor().waits = None;
     source.receive_until(|message| matches!(message, Message::Refused { .. }));
-    assert_eq!(settled.join().unwrap(), DestinationState::Refused);
+    assert_eq!(end_state.join().unwrap(), DestinationState::Refused);
 }
 
 #[test]
@@ -294,9 +312,9 @@ fn a_copy_that_is_ready_is_held_until_it_is_to_run() {
         world.state(),
         State::Destination(DestinationState::Ready { incarnation: incarnation.clone(), run: true })
     );
-    let settled = thread::spawn(move || driver.run());
+    let end_state = thread::spawn(move || driver.run());
     source.send_message(&go(&incarnation));
-    assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
+    assert!(matches!(end_state.join().unwrap(), DestinationState::Active { .. }));
     assert!(!qemu.is_frozen());
     qemu.received("cont", 1);
 }
@@ -347,8 +365,8 @@ fn a_source_that_only_asks_does_not_keep_a_copy_waiting() {
     let (driver, peer) = driver(&world, DestinationState::Prepared, None);
     drop(peer);
     let mailbox = driver.inbox.mailbox();
-    let settled = thread::spawn(move || driver.settle());
-    while !settled.is_finished() {
+    let end_state = thread::spawn(move || driver.run_to_end());
+    while !end_state.is_finished() {
         let (here, mut there) = World::from_peer();
         if mailbox.connected(here, None).is_err() {
             break;
@@ -356,7 +374,7 @@ fn a_source_that_only_asks_does_not_keep_a_copy_waiting() {
         there.send_message(&Message::Inquire { epoch: Epoch(1) });
         thread::sleep(Duration::from_millis(5));
     }
-    assert_eq!(settled.join().unwrap(), DestinationState::Discarded);
+    assert_eq!(end_state.join().unwrap(), DestinationState::Discarded);
 }
 
 /// Storage that fails to remove an image delays no migration; the image is reported, and tried again.
@@ -371,9 +389,9 @@ fn an_image_that_stays_is_named_until_it_is_gone() {
     artifacts.images.push(image.clone());
     artifacts.keep(&world.context, &id(1), Durability::Process).unwrap();
 
-    let settled = thread::spawn(move || driver.run());
+    let end_state = thread::spawn(move || driver.run());
     source.send_message(&Message::Abort { epoch: Epoch(1), reason: "enough".to_owned() });
-    assert_eq!(settled.join().unwrap(), DestinationState::Discarded);
+    assert_eq!(end_state.join().unwrap(), DestinationState::Discarded);
     let record = || world.context.journal.migration(&id(1)).unwrap().unwrap();
     assert!(!record().open, "it is over all the same");
     let message = record().message.unwrap();
@@ -394,42 +412,45 @@ fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
     artifacts.images.push(image.clone());
     artifacts.keep(&world.context, &id(1), Durability::Process).unwrap();
 
-    let settled = thread::spawn(move || driver.run());
+    let end_state = thread::spawn(move || driver.run());
     source.send_message(&Message::Verdict { epoch: Epoch(1), verdict: Verdict::Returned });
-    assert_eq!(settled.join().unwrap(), DestinationState::Crashed { ran: false });
+    assert_eq!(end_state.join().unwrap(), DestinationState::Crashed { ran: false });
     assert!(image.exists());
     let message = world.context.journal.migration(&id(1)).unwrap().unwrap().message.unwrap();
     assert!(message.contains("not known") && message.contains("otherwise those at b"), "{message}");
 }
 
-/// Returns the awaited trace of a guest with a page that was present before it arrived.
+/// Returns the record of a guest with a page that was present before it arrived.
 fn untrusted(world: &World) -> host::missing_pages_record::MissingPagesRecord {
-    awaited(world, &serde_json::json!({"page": {"block": 0, "page": 7}, "is_stopped": false}))
+    missing_pages(world, &serde_json::json!({"page": {"block": 0, "page": 7}, "is_stopped": false}))
 }
 
-/// Returns the awaited trace of a guest with missing pages.
-fn awaited(world: &World, untrusted: &serde_json::Value) -> host::missing_pages_record::MissingPagesRecord {
-    let trace = serde_json::json!({
-        "descriptor": 9999, "file": world.folder.path().join("awaited"), "regions": [],
+/// Returns the record of a guest with missing pages.
+fn missing_pages(
+    world: &World,
+    untrusted: &serde_json::Value,
+) -> host::missing_pages_record::MissingPagesRecord {
+    let record = serde_json::json!({
+        "descriptor": 9999, "file": world.folder.path().join("missing-pages"), "regions": [],
         "untrusted": untrusted,
     });
-    serde_json::from_value(trace).unwrap()
+    serde_json::from_value(record).unwrap()
 }
 
 #[test]
 fn a_copy_with_a_page_that_cannot_be_trusted_is_never_run() {
     let world = World::new();
     let (qemu, mut vm, incarnation) = arrived(&world);
-    vm.artifacts.awaited = Some(untrusted(&world));
+    vm.artifacts.missing_pages = Some(untrusted(&world));
     let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
     let (mut driver, mut source) = driver(&world, ready, Some(vm));
     driver.resources.stage = ArrivalStage::FoundComplete;
-    let settled = thread::spawn(move || driver.settle());
+    let end_state = thread::spawn(move || driver.run_to_end());
     source.send_message(&go(&incarnation));
     source.receive_until(
         |message| matches!(message, Message::Refused { reason, .. } if reason.contains("cannot be trusted")),
     );
-    assert_eq!(settled.join().unwrap(), DestinationState::Refused);
+    assert_eq!(end_state.join().unwrap(), DestinationState::Refused);
     assert!(!qemu.monitor().received.iter().any(|received| received == "cont"));
 }
 
@@ -437,12 +458,12 @@ fn a_copy_with_a_page_that_cannot_be_trusted_is_never_run() {
 fn a_guest_with_an_untrusted_page_is_stopped_once_and_reported() {
     let world = World::new();
     let (qemu, mut vm, incarnation) = arrived(&world);
-    vm.artifacts.awaited = Some(untrusted(&world));
+    vm.artifacts.missing_pages = Some(untrusted(&world));
     let (mut driver, mut source) = driver(&world, DestinationState::Completing { incarnation }, Some(vm));
     // All pages have arrived; but the source is needed until the guest is stopped.
     driver.resources.stage = ArrivalStage::FoundComplete;
     qemu.monitor().ignores = Some("stop");
-    let settled = thread::spawn(move || driver.settle());
+    let end_state = thread::spawn(move || driver.run_to_end());
     qemu.received("stop", 2);
     // The `stop` may wait for pages that only arrive if new connections are answered.
     source.send_message(&Message::Ping);
@@ -456,12 +477,12 @@ fn a_guest_with_an_untrusted_page_is_stopped_once_and_reported() {
     );
     source
         .receive_until(|message| matches!(message, Message::Running { untrusted, .. } if *untrusted == page));
-    assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
+    assert!(matches!(end_state.join().unwrap(), DestinationState::Active { .. }));
     let record = world.context.journal.migration(&id(1)).unwrap().unwrap();
-    assert_eq!(record.details["awaited"]["untrusted"]["is_stopped"], true, "{}", record.details);
+    assert_eq!(record.details["missing_pages"]["untrusted"]["is_stopped"], true, "{}", record.details);
     assert!(record.message.as_deref().unwrap().contains("cannot be trusted"));
-    let finding = crate::destination::untrusted::finding(&world.context, &record, None).unwrap();
+    let finding = crate::untrusted_page::finding(&world.context, &record, None).unwrap();
     assert_eq!(finding.code, "page-not-trusted");
-    let of_another = crate::destination::untrusted::finding(&world.context, &record, Some(1));
+    let of_another = crate::untrusted_page::finding(&world.context, &record, Some(1));
     assert!(of_another.is_none(), "another QEMU has that name now");
 }

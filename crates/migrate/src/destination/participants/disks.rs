@@ -8,7 +8,7 @@ use ::memory::ReceiverHandle;
 use proto::message::{Message, Proposal};
 
 use super::{
-    ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, Execution, Incomparable,
+    ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, GuestRan, Incomparable,
     LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };
 use crate::destination::inbox::DestinationNotice;
@@ -85,7 +85,8 @@ impl ArrivingParticipant for ArrivingDisks {
         let after_round = move |_: &ReceivedRound, _: &ReceiverHandle| {
             let notices = mailbox.clone();
             flushing.flush(move |error| {
-                notices.put(DestinationNotice::ParticipantFailed { error });
+                // The driver waits for the thread that flushes, and gets the error from it, too.
+                notices.try_put(DestinationNotice::ParticipantFailed { error });
             });
         };
         Ok(OpenBlocks { writers: self.images.writers().collect(), after_round: Box::new(after_round) })
@@ -129,9 +130,9 @@ impl ArrivingParticipant for ArrivingDisks {
         self.images = CopiedImages::default();
     }
 
-    fn undo(&mut self, artifacts: &ArrivalArtifacts, execution: Execution) -> Option<Leftover> {
+    fn undo(&mut self, artifacts: &ArrivalArtifacts, execution: GuestRan) -> Option<Leftover> {
         // A guest that may have run may have written to its disks.
-        if execution == Execution::Possible {
+        if execution == GuestRan::Possibly {
             return None;
         }
         let left = artifacts.remove_images();

@@ -10,7 +10,7 @@ use tracee::{AddressRange, Injector, Process};
 use tracing::{info, warn};
 
 use super::{
-    ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, Execution, Incomparable,
+    ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, GuestRan, Incomparable,
     LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };
 use host::verification::{self, CompareError};
@@ -77,7 +77,7 @@ impl ArrivingParticipant for ArrivingMemory {
 
     fn abandon(&mut self) {}
 
-    fn undo(&mut self, _: &ArrivalArtifacts, _: Execution) -> Option<Leftover> {
+    fn undo(&mut self, _: &ArrivalArtifacts, _: GuestRan) -> Option<Leftover> {
         None
     }
 

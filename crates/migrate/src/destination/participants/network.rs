@@ -11,16 +11,16 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, SystemTime};
 
 use ::memory::ReceiverHandle;
+use net::conntrack_installer::{self, ConntrackInstaller};
 use net::ethernet::position_of_card;
-use net::installer::{self, FlowInstaller};
-use net::{Announcer, Claim, Diversion, FirstFrames, FirstFramesWatch, Mac, Merger, MergerInput};
+use net::{Announcer, Claim, Diversion, FirstFrames, FirstFramesWatch, Mac, Merger, MergerHandle};
 use proto::MigrationId;
 use proto::message::{CardClaims, CardFrames, ClaimedAddress, Message, Proposal};
 use tracee::Process;
 use tracing::{info, warn};
 
 use super::{
-    ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, Execution, Incomparable,
+    ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, GuestRan, Incomparable,
     LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };
 use host::verification::CompareError;
@@ -33,22 +33,22 @@ const FIRST_FRAMES_WAIT: Duration = Duration::from_secs(1);
 pub(super) struct ArrivingNetwork {
     environment: ArrivalEnvironment,
     cards: ArrivingCards,
-    /// Installs tracked connections of the guest; absent where that is impossible, and after a restart of the agent.
-    flows: Option<FlowInstaller>,
+    /// Installs conntrack entries of the guest; absent where that is impossible, and after a restart of the agent.
+    conntrack: Option<ConntrackInstaller>,
     /// True if the guest comes from another network: nothing announces it in this one by addresses of that.
     is_redirected: bool,
 }
 
-/// Name of the file in the VM's directory that lists tracked connections while they may have to be removed.
+/// Name of the file in the VM's directory that lists conntrack entries while they may have to be removed.
 const FLOWS_FILE: &str = "flows";
 
 impl ArrivingNetwork {
     pub(super) fn new(environment: &ArrivalEnvironment) -> Self {
         let environment = environment.clone();
-        Self { environment, cards: ArrivingCards::default(), flows: None, is_redirected: false }
+        Self { environment, cards: ArrivingCards::default(), conntrack: None, is_redirected: false }
     }
 
-    /// Returns the list of tracked connections that this agent or one before it has made.
+    /// Returns the list of conntrack entries that this agent or one before it has made.
     fn flows_file(&self) -> PathBuf {
         let ArrivalEnvironment { context, migration, .. } = &self.environment;
         ArrivalArtifacts::of(context, migration).directory.join(FLOWS_FILE)
@@ -76,10 +76,10 @@ impl ArrivingParticipant for ArrivingNetwork {
         if let Some(input) = self.cards.frames_input() {
             self.environment.mailbox.pass_frames_to(input);
         }
-        match FlowInstaller::start(&vm.artifacts.directory.join(FLOWS_FILE)) {
-            Ok(installer) => {
-                self.environment.mailbox.pass_flows_to(installer.clone());
-                self.flows = Some(installer);
+        match ConntrackInstaller::start(&vm.artifacts.directory.join(FLOWS_FILE)) {
+            Ok(conntrack_installer) => {
+                self.environment.mailbox.pass_flows_to(conntrack_installer.clone());
+                self.conntrack = Some(conntrack_installer);
             }
             Err(error) => info!(%error, "tracked connections cannot be installed on this host"),
         }
@@ -117,8 +117,8 @@ impl ArrivingParticipant for ArrivingNetwork {
     }
 
     fn commit(&mut self, vm: &mut ArrivingVm, runs_for: Option<Duration>) {
-        if let Some(flows) = &self.flows {
-            flows.keep();
+        if let Some(conntrack) = &self.conntrack {
+            conntrack.keep();
         }
         // A guest that stays paused has no first frames, but its place is here.
         let Some(runs_for) = runs_for else {
@@ -132,13 +132,13 @@ impl ArrivingParticipant for ArrivingNetwork {
     /// No tap may seem to be in use when QEMU has ended.
     fn abandon(&mut self) {
         self.cards = ArrivingCards::default();
-        match self.flows.take() {
-            Some(flows) => flows.discard(),
-            None => installer::discard_recorded(&self.flows_file()),
+        match self.conntrack.take() {
+            Some(conntrack) => conntrack.remove_all(),
+            None => conntrack_installer::remove_recorded(&self.flows_file()),
         }
     }
 
-    fn undo(&mut self, _: &ArrivalArtifacts, _: Execution) -> Option<Leftover> {
+    fn undo(&mut self, _: &ArrivalArtifacts, _: GuestRan) -> Option<Leftover> {
         None
     }
 
@@ -158,7 +158,7 @@ impl ArrivingParticipant for ArrivingNetwork {
 
     /// An agent before this one may have died before it had removed the list.
     fn finish(&mut self, _: Option<&ArrivingVm>) {
-        installer::remove_record(&self.flows_file());
+        conntrack_installer::remove_record(&self.flows_file());
     }
 }
 
@@ -236,8 +236,8 @@ impl ArrivingCards {
     }
 
     /// Returns the way in for the source's frames, if they can be delivered.
-    fn frames_input(&self) -> Option<MergerInput> {
-        self.merger.as_ref().map(Merger::input)
+    fn frames_input(&self) -> Option<MergerHandle> {
+        self.merger.as_ref().map(Merger::handle)
     }
 
     /// Announces the guest, which runs a moment from now.
@@ -274,7 +274,7 @@ impl ArrivingCards {
             let frames = watch.measure(since, ran, FIRST_FRAMES_WAIT);
             frames.into_iter().zip(interfaces).map(|(frames, (name, _))| card(&frames, name)).collect()
         };
-        match thread::Builder::new().name("reachability".to_owned()).spawn(measure) {
+        match thread::Builder::new().name("first-frames".to_owned()).spawn(measure) {
             Ok(measuring) => self.measuring = Some(measuring),
             Err(error) => warn!(%error, "the guest's first frames are not measured"),
         }

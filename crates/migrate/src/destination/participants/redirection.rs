@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use ::memory::ReceiverHandle;
 use net::redirection::keeper::RedirectionError;
-use net::redirection::{RecordStage, RedirectionKeeper, RedirectionRecord, offer, survey};
+use net::redirection::{RecordStage, RedirectionKeeper, RedirectionRecord};
 use proto::message::{Message, Proposal};
 use tracing::{error, warn};
 
 use super::{
-    ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, Execution, Incomparable,
+    ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, GuestRan, Incomparable,
     LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };
 use crate::repeated_announcement;
@@ -26,8 +26,8 @@ pub(super) struct ArrivingRedirection {
     environment: ArrivalEnvironment,
     keeper: RedirectionKeeper,
     agreed: AgreedRedirection,
-    /// Redirections of the same card that this one has replaced: the guest was here before.
-    replaced: Vec<RedirectionRecord>,
+    /// Record of what this agent has switched, and not confirmed.
+    switched: Option<RedirectionRecord>,
     /// Error of the preparation, after which the guest may not come.
     failed: Option<String>,
 }
@@ -36,9 +36,9 @@ impl ArrivingRedirection {
     pub(super) fn new(environment: &ArrivalEnvironment) -> Self {
         Self {
             environment: environment.clone(),
-            keeper: redirections::keeper(&environment.context.config),
+            keeper: environment.context.redirections.clone(),
             agreed: AgreedRedirection::default(),
-            replaced: Vec::new(),
+            switched: None,
             failed: None,
         }
     }
@@ -46,41 +46,48 @@ impl ArrivingRedirection {
     /// Makes what takes no packets yet, once.
     fn make_ends(&mut self) {
         let Some(redirection) = self.agreed.get() else { return };
-        let prepared = survey::abilities()
-            .map_err(|error| crate::chain(&error))
-            .and_then(|abilities| {
-                self.keeper.prepare(redirection, &abilities).map_err(|error| crate::chain(&error))
-            })
-            .map(drop);
-        self.failed = prepared.err();
+        self.failed = self.keeper.prepare(redirection).err().map(|error| crate::chain(&error));
     }
 
     fn record(&self) -> Result<Option<RedirectionRecord>, RedirectionError> {
         redirections::record_of(&self.keeper, &self.environment.migration)
     }
 
-    /// Lets the rules take packets.
-    fn switch(&mut self) -> Result<(), RedirectionError> {
-        let Some(mut record) = self.record()? else { return Ok(()) };
-        if record.stage == RecordStage::Prepared {
-            let of_card = |former: &RedirectionRecord| {
-                former.is_of(&record.redirection) && former.redirection.epoch < record.redirection.epoch
+    /// Lets the rules take packets. Nothing is written: the guest may wait.
+    fn switch(&mut self) {
+        let switched = self.record().and_then(|record| {
+            let Some(mut record) = record.filter(|record| record.stage == RecordStage::Prepared) else {
+                return Ok(());
             };
-            self.replaced = self.keeper.records()?.into_iter().filter(of_card).collect();
+            let switched = self.keeper.switch(&mut record);
+            self.switched = Some(record);
+            switched
+        });
+        if let Err(error) = switched {
+            // What is missing is recorded when it is confirmed, and tried again.
+            error!(error = crate::chain(&error), "not all of the VM's connections are redirected yet");
         }
-        self.keeper.switch(&mut record)
+    }
+
+    /// Keeps what was switched, also by an agent before this one: the guest is here.
+    fn confirm(&mut self) {
+        if self.switched.is_none() {
+            self.switch();
+        }
+        let Some(mut record) = self.switched.take() else { return };
+        if let Err(error) = self.keeper.confirm(&mut record) {
+            warn!(
+                error = crate::chain(&error),
+                "a redirection is not confirmed yet, or a former one not removed"
+            );
+        }
+        repeated_announcement::of_redirection(self.keeper.clone(), record);
     }
 
     /// Removes everything, and makes again what it has replaced.
     fn remove(&mut self) -> Result<(), RedirectionError> {
-        redirections::abandon(&self.keeper, &self.environment.migration)?;
-        if let Some(agreed) = self.agreed.get().filter(|agreed| offer::needs_keys(agreed)) {
-            agreed.legs.iter().try_for_each(|leg| self.keeper.forget_key(leg.number))?;
-        }
-        while let Some(former) = self.replaced.pop() {
-            self.keeper.reinstate(&former)?;
-        }
-        Ok(())
+        self.switched = None;
+        redirections::remove_of(&self.keeper, &self.environment.migration)
     }
 }
 
@@ -122,8 +129,11 @@ impl ArrivingParticipant for ArrivingRedirection {
 
     /// Makes what an agent that observes no claims has not asked for; what is there already is left as it is.
     fn freeze(&mut self) -> Result<(), ArrivalError> {
-        if self.record().is_ok_and(|record| record.is_none()) {
-            self.make_ends();
+        if self.agreed.get().is_some() && self.failed.is_none() {
+            let record = self.record().map_err(|error| ArrivalError::Redirection(crate::chain(&error)))?;
+            if record.is_none() {
+                self.make_ends();
+            }
         }
         self.failed.take().map_or(Ok(()), |reason| Err(ArrivalError::Redirection(reason)))
     }
@@ -134,20 +144,11 @@ impl ArrivingParticipant for ArrivingRedirection {
 
     /// Rules have to be there when the guest's first frame leaves.
     fn before_cont(&mut self) {
-        if let Err(error) = self.switch() {
-            // It is recorded as active: the next agent makes what is missing.
-            error!(error = crate::chain(&error), "the VM's connections are not redirected");
-        }
+        self.switch();
     }
 
-    fn commit(&mut self, _: &mut ArrivingVm, runs_for: Option<Duration>) {
-        if runs_for.is_none() {
-            self.before_cont();
-        }
-        self.replaced.clear();
-        if let Ok(Some(record)) = self.record() {
-            repeated_announcement::of_redirection(self.keeper.clone(), record);
-        }
+    fn commit(&mut self, _: &mut ArrivingVm, _: Option<Duration>) {
+        self.confirm();
     }
 
     fn abandon(&mut self) {
@@ -156,12 +157,12 @@ impl ArrivingParticipant for ArrivingRedirection {
         }
     }
 
-    fn undo(&mut self, _: &ArrivalArtifacts, _: Execution) -> Option<Leftover> {
+    fn undo(&mut self, _: &ArrivalArtifacts, _: GuestRan) -> Option<Leftover> {
         let error = self.remove().err()?;
         let (keeper, migration) = (self.keeper.clone(), self.environment.migration.clone());
         Some(Leftover {
             notice: format!("parts of a redirection remain in the kernel: {}", crate::chain(&error)),
-            remove: Box::new(move || redirections::abandon(&keeper, &migration).is_ok()),
+            remove: Box::new(move || redirections::remove_of(&keeper, &migration).is_ok()),
         })
     }
 
@@ -173,5 +174,111 @@ impl ArrivingParticipant for ArrivingRedirection {
         None
     }
 
-    fn finish(&mut self, _: Option<&ArrivingVm>) {}
+    /// An agent before this one may have died before it confirmed.
+    fn finish(&mut self, _: Option<&ArrivingVm>) {
+        self.confirm();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::sync::Arc;
+
+    use host::testing::{World, id};
+    use net::redirection::Redirection;
+    use net::redirection::next_move::next_redirection;
+    use net::redirection::testing::a_move;
+
+    use super::*;
+    use crate::destination::inbox::DestinationInbox;
+
+    /// Returns the redirection of the VM that has left this host, and of the one that comes back.
+    fn there_and_back() -> [Redirection; 2] {
+        let first = next_redirection(None, a_move(1, 1, 2, &[1])).unwrap().redirection.unwrap();
+        let back = next_redirection(Some(&first), a_move(2, 2, 1, &[2])).unwrap().redirection.unwrap();
+        [first, back].map(|mut redirection| {
+            let name = |host: &mut String| *host = if host == "host1" { "a" } else { "b" }.to_owned();
+            redirection.legs.iter_mut().for_each(|leg| name(&mut leg.host));
+            name(&mut redirection.place.host);
+            redirection
+        })
+    }
+
+    /// A host that redirects for the VM which comes back.
+    fn world(former: &Redirection) -> World {
+        let world = World::new();
+        let keeper = &world.context.redirections;
+        let mut record = keeper.prepare(former).unwrap();
+        keeper.switch(&mut record).unwrap();
+        keeper.confirm(&mut record).unwrap();
+        world
+    }
+
+    fn arriving(world: &World, agreed: Option<&Redirection>) -> ArrivingRedirection {
+        let (context, mailbox) = (Arc::clone(&world.context), DestinationInbox::new().mailbox());
+        let environment = ArrivalEnvironment { context, migration: id(2), mailbox };
+        let participant = ArrivingRedirection::new(&environment);
+        if let Some(agreed) = agreed {
+            participant.agreed.set(agreed.clone()).unwrap();
+        }
+        participant
+    }
+
+    fn stages(world: &World) -> Vec<(String, RecordStage)> {
+        let records = world.context.redirections.records().unwrap();
+        records.into_iter().map(|record| (record.redirection.migration, record.stage)).collect()
+    }
+
+    #[test]
+    fn a_guest_that_does_not_start_here_is_redirected_as_before() {
+        let [first, back] = there_and_back();
+        let world = world(&first);
+        let before = world.kernel.shown();
+        let artifacts = ArrivalArtifacts::of(&world.context, &id(2));
+        let mut participant = arriving(&world, Some(&back));
+        participant.make_ends();
+        participant.freeze().unwrap();
+        participant.before_cont();
+        assert!(world.kernel.has("web#2") && !world.kernel.has("web#1"));
+        assert_eq!(stages(&world).iter().filter(|(_, stage)| *stage == RecordStage::Prepared).count(), 1);
+        // Neither the first nor the second attempt removes everything.
+        world.kernel.keep("table whimbrel-web#2");
+        participant.abandon();
+        let left = participant.undo(&artifacts, GuestRan::Never).expect("something is left");
+        assert!(!(left.remove)());
+        world.kernel.mend();
+        assert!((left.remove)());
+        assert_eq!(world.kernel.shown(), before);
+        assert_eq!(stages(&world), [("web#1".to_owned(), RecordStage::Active)]);
+        assert!(participant.undo(&artifacts, GuestRan::Never).is_none());
+    }
+
+    #[test]
+    fn an_agent_confirms_what_one_before_it_has_switched() {
+        let [first, back] = there_and_back();
+        let world = world(&first);
+        let mut participant = arriving(&world, Some(&back));
+        participant.make_ends();
+        participant.before_cont();
+        let switched = world.kernel.shown();
+        let mut next = arriving(&world, None);
+        next.finish(None);
+        assert_eq!(stages(&world), [("web#2".to_owned(), RecordStage::Active)]);
+        assert_eq!(world.kernel.shown(), switched);
+        next.finish(None);
+        assert_eq!(world.kernel.shown(), switched);
+    }
+
+    #[test]
+    fn a_guest_does_not_come_where_records_cannot_be_read() {
+        let [first, back] = there_and_back();
+        let world = world(&first);
+        let directory = world.context.config.state_dir.join("redirections");
+        fs::write(directory.join("9.json"), "{").unwrap();
+        let refused = arriving(&world, Some(&back)).freeze();
+        assert!(matches!(&refused, Err(ArrivalError::Redirection(_))), "{refused:?}");
+        // Others are not concerned.
+        arriving(&world, None).freeze().unwrap();
+    }
 }

@@ -22,6 +22,8 @@ pub(in crate::destination) struct ArrivingFake {
     /// Place that it reports, and leaves behind until it was asked this often to remove it.
     pub(in crate::destination) place: Option<PathBuf>,
     pub(in crate::destination) failed_removals: u32,
+    /// Returns what each step finds, which is recorded with it; empty if it is nothing special.
+    pub(in crate::destination) observe: Box<dyn Fn() -> &'static str + Send>,
 }
 
 impl ArrivingFake {
@@ -32,11 +34,12 @@ impl ArrivingFake {
             blocks: 0,
             place: None,
             failed_removals: 0,
+            observe: Box::new(|| ""),
         }
     }
 
     fn step(&self, step: &str) {
-        record(&self.steps, self.profile.name, step);
+        record(&self.steps, self.profile.name, &format!("{step}{}", (self.observe)()));
     }
 }
 
@@ -145,7 +148,7 @@ impl ArrivingParticipant for ArrivingFake {
         self.step("abandon");
     }
 
-    fn undo(&mut self, _: &ArrivalArtifacts, execution: Execution) -> Option<Leftover> {
+    fn undo(&mut self, _: &ArrivalArtifacts, execution: GuestRan) -> Option<Leftover> {
         self.step(&format!("undo {execution:?}"));
         let place = self.place.clone()?;
         let left = Mutex::new(self.failed_removals);
@@ -234,7 +237,7 @@ fn all_undo_even_if_one_leaves_something_behind() {
     participants.add(boxed(ArrivingFake { place, failed_removals: 1, ..ArrivingFake::new("stuck", &steps) }));
     participants.add(boxed(ArrivingFake::new("other", &steps)));
     assert_eq!(participants.places().unwrap(), "its stuck are /stuck");
-    let left = participants.undo(&ArrivalArtifacts::default(), Execution::Never);
+    let left = participants.undo(&ArrivalArtifacts::default(), GuestRan::Never);
     assert_eq!(taken(&steps), ["stuck undo Never", "other undo Never"]);
     let [left] = &left[..] else { panic!("one leaves something behind") };
     assert_eq!(left.notice, "/stuck stays");
@@ -269,7 +272,7 @@ fn fault_points_follow_from_the_list() {
     participants.before_cont();
     participants.commit(&mut vm, None);
     participants.abandon();
-    participants.undo(&artifacts, Execution::Possible);
+    participants.undo(&artifacts, GuestRan::Possibly);
     participants.finish(Some(&vm));
     let before = ["check", "prepare", "open", "learn", "freeze", "ready", "before-cont"];
     let steps = before.into_iter().chain(["commit", "abandon", "undo", "finish"]);

@@ -1,6 +1,4 @@
 //! Each way back returns what its stage owns, and each stage is left with what it owns alone.
-//!
-//! Missing pages need a QEMU, so that tests of whole migrations show their stages.
 
 use super::*;
 use crate::destination::inbox::DestinationInbox;
@@ -29,6 +27,31 @@ fn an_abandoned_arrival_returns_its_pages_and_connection() {
     source.receive_until_closed();
     let AbandonedArrival { missing, pages, page_stream } = stage.abandon();
     assert!(missing.is_none() && pages.is_none() && page_stream.is_none());
+}
+
+/// Threads of QEMU wait until it has ended: without the waits they would read zeros.
+#[test]
+fn the_waits_for_missing_pages_outlive_an_abandoned_arrival() {
+    for is_placed in [false, true] {
+        let world = World::new();
+        let mailbox = DestinationInbox::new().mailbox();
+        let missing = PostCopyReceiver::without_qemu(&mailbox);
+        let (here, mut source) = World::from_peer();
+        missing.attach(here, 0).unwrap();
+        let pages = PageReceiver::placing(&world.context, id(1), 1, Vec::new(), mailbox);
+        let mut stage = ArrivalStage::Placing(Placing { pages, missing });
+        assert!(stage.pages().is_some() && stage.missing().is_some() && !stage.is_complete());
+        if is_placed {
+            stage.finish_placing().unwrap().end();
+            assert!(stage.pages().is_none() && stage.missing().is_some());
+        }
+        let abandoned = stage.abandon();
+        assert_eq!(abandoned.pages.is_some(), !is_placed);
+        assert!(matches!(stage, ArrivalStage::Idle));
+        let waits = abandoned.end().expect("the waits end here");
+        source.receive_until_closed();
+        assert_eq!(waits.remaining_pages(), 1);
+    }
 }
 
 #[test]

@@ -77,8 +77,12 @@ impl StateMachine for SourceDriver {
         match effect {
             SourceEffect::Journal { state, durable } => {
                 self.journal(state, *durable)?;
-                if matches!(state, SourceState::Committed { ran: false, .. }) {
-                    self.resources.participants.commit();
+                match state {
+                    SourceState::Committed { ran: false, .. } => self.resources.participants.commit(),
+                    SourceState::Committed { .. } | SourceState::Done { .. } => {
+                        self.resources.participants.running();
+                    }
+                    _ => {}
                 }
             }
             SourceEffect::StopVm => {
@@ -89,7 +93,7 @@ impl StateMachine for SourceDriver {
                     until_stop_event.map(|until| until.as_micros() as u64);
             }
             SourceEffect::FreezeQemu => self.with_vm(SourceVm::freeze)?,
-            SourceEffect::ReleaseQemu => self.with_vm(SourceVm::release)?,
+            SourceEffect::ReleaseQemu => self.with_vm(SourceVm::thaw)?,
             SourceEffect::ContinueVm => {
                 let event = match self.with_vm(SourceVm::cont) {
                     Ok(()) => SourceEvent::Continued,
@@ -121,13 +125,13 @@ impl StateMachine for SourceDriver {
             SourceEffect::UndoAll => {
                 self.resources.cpu_throttle = None;
                 self.resources.stage.roll_back().end();
-                self.inbox.interrupts(None);
-                // QEMU may be frozen for a handover that failed; a guest that is to run was let go by its `cont`.
-                if let Err(error) = self.with_vm(SourceVm::release) {
-                    warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "cannot release QEMU");
-                }
+                self.inbox.interrupt_nothing();
                 let mut vm = self.resources.vm.as_mut().filter(|vm| vm.is_alive());
                 if let Some(vm) = &mut vm {
+                    // It may be frozen for a handover that failed; a guest that is to run was let go by its `cont`.
+                    if let Err(error) = vm.thaw() {
+                        warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "cannot thaw QEMU");
+                    }
                     vm.lift_leftover_limit();
                     vm.forget_state_file();
                 }

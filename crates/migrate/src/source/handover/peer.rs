@@ -29,7 +29,7 @@ impl SourceDriver {
     }
 
     /// Handles a message. Messages about the handover name their epoch and are valid on every connection.
-    pub(super) fn message(&mut self, link: Option<u64>, message: Message) {
+    pub(super) fn message(&mut self, connection_id: Option<u64>, message: Message) {
         self.session.record_contact(self.clock.now());
         let own = self.terms.epoch();
         let event = match message {
@@ -75,19 +75,21 @@ impl SourceDriver {
             Message::Ask { epoch } => SourceEvent::Asked { epoch },
             Message::Ping => return self.send_to_destination(&Message::Pong),
             Message::Pong => return,
-            other => return self.broken_protocol(link, &unexpected(&other).reason),
+            other => return self.broken_protocol(connection_id, &unexpected(&other).reason),
         };
         match self.feed(&event) {
-            Err(SourceEffectError::Illegal(illegal)) => self.broken_protocol(link, &illegal.to_string()),
+            Err(SourceEffectError::Illegal(illegal)) => {
+                self.broken_protocol(connection_id, &illegal.to_string());
+            }
             done => self.done(&event, done),
         }
     }
 
     /// Handles a violation of the protocol by the destination: its connection is closed, and a migration that is not
     /// committed ends.
-    fn broken_protocol(&mut self, link: Option<u64>, what: &str) {
+    fn broken_protocol(&mut self, connection_id: Option<u64>, what: &str) {
         warn!(migration = %self.terms.migration, what, "the destination violates the protocol");
-        if link.is_some_and(|link| self.is_control(link)) {
+        if connection_id.is_some_and(|connection_id| self.is_control(connection_id)) {
             self.connections.control = None;
         }
         if self.session.precedes_commit() {
@@ -162,15 +164,18 @@ impl SourceDriver {
         self.telemetry.count(Arc::clone(&handle));
         let (mut reader, writer) = connection.split();
         let mailbox = self.inbox.mailbox();
-        let link = self.inbox.next_link();
+        let connection_id = self.inbox.next_connection_id();
         let read = move || loop {
             let notice = match reader.recv(None) {
-                Ok(Incoming::Message(message)) => SourceNotice::Message { link: Some(link), message },
-                Ok(Incoming::Blob(_)) => {
-                    SourceNotice::Lost { link, error: Some("the destination sent device state".to_owned()) }
+                Ok(Incoming::Message(message)) => {
+                    SourceNotice::Message { connection_id: Some(connection_id), message }
                 }
-                Err(TransportError::Closed) => SourceNotice::Lost { link, error: None },
-                Err(error) => SourceNotice::Lost { link, error: Some(crate::chain(&error)) },
+                Ok(Incoming::Blob(_)) => SourceNotice::Lost {
+                    connection_id,
+                    error: Some("the destination sent device state".to_owned()),
+                },
+                Err(TransportError::Closed) => SourceNotice::Lost { connection_id, error: None },
+                Err(error) => SourceNotice::Lost { connection_id, error: Some(crate::chain(&error)) },
             };
             let last = matches!(notice, SourceNotice::Lost { .. });
             if !mailbox.put(notice) || last {
@@ -178,7 +183,7 @@ impl SourceDriver {
             }
         };
         thread::Builder::new().name("control".to_owned()).spawn(read).map_err(peers::PeerError::Thread)?;
-        Ok(ControlStream { writer, handle, link })
+        Ok(ControlStream { writer, handle, connection_id })
     }
 
     /// Informs the destination that this epoch is aborted. If it cannot be reached, a thread retries for a while: the

@@ -7,18 +7,27 @@ use std::time::Duration;
 
 use ::memory::Sender;
 use engine::handover::QemuAtStart;
-use engine::handover::source::SourceEvent;
+use engine::handover::source::{SourceEvent, SourceState};
+use engine::session::{ServingAttempt, ServingContext, ServingStep};
 use proto::message::{Message, PageRequest, Proposal};
 use tracing::{info, warn};
 
-use crate::destination::untrusted;
 use crate::source::failure::Failure;
 use crate::source::inbox::SourceNotice;
 use crate::source::post_copy_server::PostCopyServer;
 use crate::source::stages::SourceStage;
 use crate::source::streams::OpenedStreams;
 use crate::source::{SourceDetails, SourceDriver};
+use crate::untrusted_page;
 use host::ram::JournalledRegion;
+
+/// Result of an attempt to make new connections for pages.
+enum Resumption {
+    /// Pages are sent over them.
+    Serving,
+    /// The destination needs no more pages.
+    Unneeded,
+}
 
 impl SourceDriver {
     /// Sets the proposal that an agent before this one sent to the destination.
@@ -30,11 +39,15 @@ impl SourceDriver {
     /// again.
     pub fn found_with(&mut self, vm: SourceVm, details: Option<&SourceDetails>) -> QemuAtStart {
         let found = self.found(vm);
-        if let Some(regions) = details.and_then(|details| details.later.clone()) {
+        if let Some(regions) = details.and_then(|details| details.post_copied_regions.clone()) {
             self.resources.stage = SourceStage::Unread(regions);
         }
         if self.session.may_be_needed() {
             self.read_left_memory();
+        }
+        if matches!(self.session.state(), SourceState::Committed { ran: true, .. }) {
+            // The agent before this one may have died before it called this.
+            self.resources.participants.running();
         }
         found
     }
@@ -89,15 +102,15 @@ impl SourceDriver {
             return;
         }
         self.read_left_memory();
-        if !self.resources.stage.server().is_some_and(PostCopyServer::is_cut) {
-            return;
-        }
+        let is_cut = self.resources.stage.server().is_some_and(PostCopyServer::is_cut);
+        let last = self.connections.generation;
+        let Some(attempt) = self.session.reconnect_serving(is_cut, last) else { return };
         if let Some(error) = self.resources.stage.server_mut().and_then(|server| server.lost.take()) {
             self.note("link-lost", error);
         }
-        self.connections.generation = self.connections.generation.next();
-        match self.resume_serving() {
-            Ok(()) => {
+        self.connections.generation = attempt.generation();
+        match self.resume_serving(attempt) {
+            Ok(Resumption::Serving) => {
                 self.note("reconnected", format!("generation {}", self.connections.generation));
                 self.controls.report(|report| report.reconnections += 1);
                 self.telemetry.update(|progress| progress.reconnections += 1);
@@ -106,6 +119,9 @@ impl SourceDriver {
                     generation = %self.connections.generation,
                     "sending of pages continues"
                 );
+            }
+            Ok(Resumption::Unneeded) => {
+                info!(migration = %self.terms.migration, "the destination needs no pages");
             }
             Err(failure) => {
                 warn!(
@@ -118,33 +134,47 @@ impl SourceDriver {
         }
     }
 
-    fn resume_serving(&mut self) -> Result<(), Failure> {
+    fn resume_serving(&mut self, mut attempt: ServingAttempt) -> Result<Resumption, Failure> {
         let control =
             self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
-        let link = control.link;
+        let connection_id = control.connection_id;
         self.connections.control = Some(control);
         self.send_message(&Message::Resume)?;
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
-        let deadline = self.clock.read().after(patience);
+        attempt.asked(self.clock.read(), patience);
         loop {
-            let notice = self.inbox.wait(self.clock.instant(deadline));
-            self.clock.read();
-            match notice {
-                Some(SourceNotice::Message { link: Some(from), message: Message::Resumed })
-                    if from == link =>
-                {
-                    break;
-                }
-                // All other messages, earlier ones included, keep their usual meaning.
-                Some(notice) => self.notice(notice),
-                None => {
+            let facts = ServingContext {
+                has_server: self.resources.stage.server().is_some(),
+                has_control: self.connections.control.is_some(),
+            };
+            let until = match attempt.next_step(facts, self.clock.read()) {
+                ServingStep::AwaitResumed(until) => until,
+                ServingStep::OpenStreams => break,
+                ServingStep::Unneeded => return Ok(Resumption::Unneeded),
+                ServingStep::ControlLost => return Err(self.control_loss()),
+                ServingStep::Silent => {
                     return Err(Failure::new(SourceEvent::PeerSilent, "the destination does not answer"));
                 }
-            }
-            if self.connections.control.is_none() || self.resources.stage.server().is_none() {
-                return Err(self.control_loss());
+            };
+            match self.inbox.wait(self.clock.instant(until)) {
+                Some(SourceNotice::Message { connection_id: Some(from), message: Message::Resumed })
+                    if from == connection_id =>
+                {
+                    attempt.resumed();
+                }
+                Some(notice) => {
+                    self.clock.read();
+                    self.notice(notice);
+                }
+                None => {}
             }
         }
+        self.open_serving()?;
+        Ok(Resumption::Serving)
+    }
+
+    /// Opens the streams of the present generation, and serves over them.
+    fn open_serving(&mut self) -> Result<(), Failure> {
         let opened =
             self.connect_streams().map_err(|error| Failure::peer("cannot open the data streams", &error))?;
         let OpenedStreams { data, page_stream } = opened;
@@ -167,7 +197,7 @@ impl SourceDriver {
         let Some(page) = page.filter(|_| !self.reporter.has_untrusted_page) else { return };
         self.reporter.has_untrusted_page = true;
         let ram = self.agreement.proposal.as_ref().map_or(&[][..], |proposal| &proposal.ram);
-        let (to, page_message) = (&self.terms.destination, untrusted::page_message(page, ram));
+        let (to, page_message) = (&self.terms.destination, untrusted_page::page_message(page, ram));
         let page_message =
             format!("the VM was stopped at {to}: {page_message}; see `whimbrel vm show` there");
         self.note("page-not-trusted", &*page_message);
@@ -180,7 +210,7 @@ impl SourceDriver {
         self.controls.report(|report| {
             let remaining_pages = report.post_copy.map_or(0, |before| before.remaining_pages);
             report.post_copy = Some(server.statistics(remaining_pages));
-            server.counted.push().update_report(&mut report.traces.others.push);
+            server.counted.push_policy().update_report(&mut report.traces.others.push);
         });
     }
 }

@@ -1,7 +1,11 @@
 //! Tests of a source's driver against a peer that sends what the test specifies.
 
 mod lost;
+mod reconnecting;
+mod rejected;
 mod third;
+mod undoing;
+mod whole;
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
@@ -9,11 +13,10 @@ use std::time::{Duration, Instant};
 
 use engine::handover::registry::RegistryAnswer;
 use engine::handover::source::SourceState;
-use proto::message::{CopiedDisk, Message, Ownership, Verdict};
+use proto::message::{Acceptance, CopiedDisk, Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
-use crate::source::agreement::Capabilities;
 use crate::source::payload::Payload;
 use crate::source::{Goals, MigrationControls, SourceInbox, SourceMailbox};
 use api::progress::Publisher;
@@ -47,6 +50,16 @@ fn driver_of(
     qemu: Option<&Qemu>,
 ) -> (SourceDriver, SourceMailbox, Arc<MigrationControls>) {
     world.journalled(&terms, State::Source(state.clone()));
+    new_driver(world, terms, state, qemu)
+}
+
+/// Returns a driver in this state, which the journal does not have yet.
+fn new_driver(
+    world: &World,
+    terms: engine::handover::MigrationTerms,
+    state: SourceState,
+    qemu: Option<&Qemu>,
+) -> (SourceDriver, SourceMailbox, Arc<MigrationControls>) {
     let report = Report::begin(terms.migration.clone(), host("a"), host("b"), settings());
     let goals = Goals::restored(settings(), &world.context.config);
     let controls = Arc::new(MigrationControls::new(goals, report, Instant::now()));
@@ -60,17 +73,7 @@ fn driver_of(
 
 /// Returns the payload of a VM without disks to copy.
 fn payload(driver: &mut SourceDriver) -> Payload {
-    let accepted = Capabilities {
-        copied: vec![],
-        references: false,
-        templates: 0,
-        codecs: vec![],
-        deltas: false,
-        has_network: false,
-        takes_frames: false,
-        takes_flows: false,
-    };
-    driver.open_participants(&accepted).unwrap()
+    driver.open_participants(&host::testing::acceptance()).unwrap()
 }
 
 fn incarnation() -> Incarnation {
@@ -118,10 +121,10 @@ fn an_older_connection_answers_no_question_of_the_present_one() {
     let (mut driver, mailbox, _) = driver(&world, SourceState::Prepared { run: true }, None);
     driver.connections.control = Some(driver.connect_control().unwrap());
     let _old = world.accept();
-    let old = driver.connections.control.as_ref().unwrap().link;
+    let old = driver.connections.control.as_ref().unwrap().connection_id;
     driver.connections.control = Some(driver.connect_control().unwrap());
     let mut peer = world.accept();
-    mailbox.put(SourceNotice::Message { link: Some(old), message: Message::Resumed });
+    mailbox.put(SourceNotice::Message { connection_id: Some(old), message: Message::Resumed });
     let answer = Message::Verified { different_chunks: vec![] };
     peer.send_message(&answer);
     assert_eq!(driver.receive_message(Instant::now() + host::testing::PATIENCE).unwrap(), answer);
@@ -143,6 +146,23 @@ fn lost_control_stream_does_not_end_pre_copy() {
     assert!(failure.reason.starts_with("the control stream was lost"), "{}", failure.reason);
     let reason = driver.send_message(&Message::Ping).unwrap_err().reason;
     assert_eq!(reason, failure.reason);
+}
+
+/// The guest runs: a cut is mended, however it is noticed.
+#[test]
+fn a_sign_of_life_that_cannot_be_answered_does_not_end_pre_copy() {
+    let world = World::new();
+    let (mut driver, mailbox, _) = driver(&world, SourceState::Prepared { run: true }, None);
+    let control = driver.connect_control().unwrap();
+    let (connection_id, handle) = (Some(control.connection_id), Arc::clone(&control.handle));
+    driver.connections.control = Some(control);
+    let _peer = world.accept();
+    mailbox.put(SourceNotice::Message { connection_id, message: Message::Ping });
+    handle.shutdown();
+    while driver.connections.control.is_some() {
+        driver.handle_notices().unwrap();
+        thread::yield_now();
+    }
 }
 
 /// Accepts the new connections after a cut: the control stream, and one for data.
@@ -189,16 +209,8 @@ fn link_cut_during_template_query_is_tolerated() {
         format: "raw".to_owned(),
         send_zeros: false,
     };
-    let accepted = Capabilities {
-        copied: vec![disk],
-        references: true,
-        templates: 1,
-        codecs: vec![],
-        deltas: false,
-        has_network: false,
-        takes_frames: false,
-        takes_flows: false,
-    };
+    let accepted =
+        Acceptance { copied: vec![disk], references: true, templates: 1, ..host::testing::acceptance() };
     let opening = thread::spawn(move || {
         let payload = payload(&mut driver);
         driver.query_destination_content(&accepted, &payload).map_err(|failure| failure.reason)?;
@@ -254,9 +266,9 @@ fn ping_is_no_answer() {
     let (mut driver, mailbox, _) = driver(&world, STOPPED, None);
     driver.connections.control = Some(driver.connect_control().unwrap());
     let _peer = world.accept();
-    let link = driver.connections.control.as_ref().map(|control| control.link);
+    let connection_id = driver.connections.control.as_ref().map(|control| control.connection_id);
     for _ in 0..1 << 10 {
-        mailbox.put(SourceNotice::Message { link, message: Message::Pong });
+        mailbox.put(SourceNotice::Message { connection_id, message: Message::Pong });
     }
     let failure = driver.receive_message(Instant::now()).unwrap_err();
     assert_eq!(failure.event, SourceEvent::PeerSilent, "{}", failure.reason);
@@ -269,12 +281,12 @@ fn protocol_error_before_committed_ends_migration() {
     let qemu = Qemu::start(world.folder.path());
     let (mut driver, ..) = driver(&world, STOPPED, Some(&qemu));
     driver.connections.control = Some(driver.connect_control().unwrap());
-    let link = driver.connections.control.as_ref().unwrap().link;
+    let connection_id = driver.connections.control.as_ref().unwrap().connection_id;
     let mut peer = world.accept();
     // Nothing was ever committed.
-    driver.message(Some(link), running());
+    driver.message(Some(connection_id), running());
     peer.receive_until_closed();
-    assert_eq!(driver.settle(), SourceState::Aborted);
+    assert_eq!(driver.run_to_end(), SourceState::Aborted);
     assert_eq!(world.state(), State::Source(SourceState::Aborted));
     assert!(qemu.monitor().running, "the guest goes on");
 }
@@ -283,7 +295,7 @@ fn protocol_error_before_committed_ends_migration() {
 fn protocol_error_after_committed_ends_only_the_connection() {
     let world = World::new();
     let (driver, ..) = driver(&world, committed(), None);
-    let settled = thread::spawn(move || driver.run_on(QemuAtStart::Gone));
+    let end_state = thread::spawn(move || driver.run_on(QemuAtStart::Gone));
     let is_go = |message: &Message| matches!(message, Message::Go { .. });
     let mut peer = world.accept();
     peer.receive_until(is_go);
@@ -293,7 +305,7 @@ fn protocol_error_after_committed_ends_only_the_connection() {
     peer.receive_until(is_go);
     assert_eq!(world.state(), State::Source(committed()));
     peer.send_message(&running());
-    assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
+    assert!(matches!(end_state.join().unwrap(), SourceState::Done { .. }));
 }
 
 #[test]
@@ -303,7 +315,7 @@ fn go_waits_for_the_check_that_qemu_is_frozen() {
     // There is no QEMU to freeze: the effect fails after COMMITTED was journalled.
     driver.take(&SourceEvent::Ready { epoch: Epoch(1), incarnation: incarnation() });
     assert_eq!(world.state(), State::Source(committed()));
-    let settled = thread::spawn(move || driver.settle());
+    let end_state = thread::spawn(move || driver.run_to_end());
     let mut peer = world.accept();
     peer.receive_until(|message| matches!(message, Message::Go { .. }));
     let looked = controls.report(|report| {
@@ -311,7 +323,7 @@ fn go_waits_for_the_check_that_qemu_is_frozen() {
     });
     assert!(looked, "GO went out before anybody looked");
     peer.send_message(&running());
-    settled.join().unwrap();
+    end_state.join().unwrap();
 }
 
 /// The destination's work after `cont` is no part of the downtime.
@@ -348,9 +360,9 @@ fn check_continued_elsewhere(run: bool) {
     assert!(failure.reason.contains("another program resumed the guest"), "{}", failure.reason);
     assert!(qemu.is_frozen(), "looked at only when nothing can happen any more");
     driver.take(&failure.event);
-    let settled = thread::spawn(move || driver.settle());
+    let end_state = thread::spawn(move || driver.run_to_end());
     world.reaches("aborted");
-    assert_eq!(settled.join().unwrap(), SourceState::Aborted);
+    assert_eq!(end_state.join().unwrap(), SourceState::Aborted);
     assert!(!qemu.is_frozen(), "it is let go");
     assert_eq!(qemu.monitor().running, run);
 }
@@ -378,7 +390,7 @@ fn a_registry_that_does_not_answer_gathers_no_questions() {
     }
     let (reply, replied) = mpsc::sync_channel(1);
     mailbox.put(SourceNotice::Asked { epoch: Epoch(1), reply });
-    let settled = thread::spawn(move || driver.settle());
+    let end_state = thread::spawn(move || driver.run_to_end());
     // The answer follows all the repetitions, by its place in the queue.
     let verdict = Message::Verdict { epoch: Epoch(1), verdict: Verdict::Undecided };
     assert_eq!(replied.recv_timeout(host::testing::PATIENCE).unwrap(), verdict);
@@ -388,7 +400,7 @@ fn a_registry_that_does_not_answer_gathers_no_questions() {
     questions.recv_timeout(host::testing::PATIENCE).expect("the one that has waited is asked now");
     let ours = Ownership { epoch: id(1).epoch, owner: host("a"), offer: None, released: false };
     answer.send(RegistryAnswer::Record(Some(ours))).unwrap();
-    assert_eq!(settled.join().unwrap(), SourceState::Returned);
+    assert_eq!(end_state.join().unwrap(), SourceState::Returned);
 }
 
 #[test]
@@ -418,7 +430,7 @@ fn late_journal_entry_does_not_replace_a_newer_one() {
     // The journal did not record the state when it was entered.
     assert!(driver.session.entry_failed(&SourceState::Aborting));
     driver.take(&SourceEvent::Continued);
-    assert_eq!(driver.settle(), SourceState::Aborted);
+    assert_eq!(driver.run_to_end(), SourceState::Aborted);
     assert_eq!(world.state(), State::Source(SourceState::Aborted));
 }
 
@@ -432,9 +444,9 @@ fn source_keeps_the_vm_until_its_departure_is_journalled() {
     let database = rusqlite::Connection::open(journal.path()).unwrap();
     let refuse = "CREATE TRIGGER refuse BEFORE DELETE ON vms BEGIN SELECT RAISE(FAIL, 'not now'); END";
     database.execute_batch(refuse).unwrap();
-    let settled = thread::spawn(move || driver.settle());
+    let end_state = thread::spawn(move || driver.run_to_end());
     mailbox.put(SourceNotice::Message {
-        link: None,
+        connection_id: None,
         message: Message::Running {
             epoch: Epoch(1),
             continue_us: 0,
@@ -446,32 +458,7 @@ fn source_keeps_the_vm_until_its_departure_is_journalled() {
     });
     world.reaches("done");
     database.execute_batch("DROP TRIGGER refuse").unwrap();
-    assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
+    assert!(matches!(end_state.join().unwrap(), SourceState::Done { .. }));
     assert!(journal.vm(&host::testing::vm()).unwrap().is_none(), "it has left");
     assert!(!journal.migration(&id(1)).unwrap().unwrap().open);
-}
-
-#[test]
-fn a_rejected_epoch_teaches_a_larger_one() {
-    let world = World::new();
-    let (mut driver, ..) = driver(&world, SourceState::Prepared { run: true }, None);
-    driver.agreement.proposal = Some(host::testing::proposal());
-    let learns = thread::spawn(move || driver.reach_ready().unwrap_err());
-    let mut peer = world.accept();
-    peer.receive_until(|message| matches!(message, Message::Propose(_)));
-    peer.send_message(&Message::Reject { findings: vec![], largest_epoch: Some(Epoch(41)) });
-    learns.join().unwrap();
-    let vm = host::testing::vm();
-    assert_eq!(world.context.journal.next_epoch(&vm).unwrap(), Epoch(42));
-
-    // But it does not teach one that leaves no further epochs.
-    let world = World::new();
-    let (mut driver, ..) = self::driver(&world, SourceState::Prepared { run: true }, None);
-    driver.agreement.proposal = Some(host::testing::proposal());
-    let learns = thread::spawn(move || driver.reach_ready().unwrap_err());
-    let mut peer = world.accept();
-    peer.receive_until(|message| matches!(message, Message::Propose(_)));
-    peer.send_message(&Message::Reject { findings: vec![], largest_epoch: Some(Epoch(i64::MAX as u64)) });
-    learns.join().unwrap();
-    assert_eq!(world.context.journal.next_epoch(&vm).unwrap(), Epoch(2));
 }

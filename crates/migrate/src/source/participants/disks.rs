@@ -20,7 +20,7 @@ use qemu::qmp::Qmp;
 use qemu::recording::{RecordError, RecordedDisk, Recording};
 
 use self::write_throttle::DiskWriteThrottle;
-use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
+use super::{Agreed, Block, Comparison, Environment, Participant, PrepareProgress, Profile, UndoResult};
 use crate::source::Goals;
 use crate::source::failure::Failure;
 use crate::source::telemetry::ShownBlock;
@@ -226,7 +226,7 @@ impl Disks {
     }
 
     /// Returns the files of the disks that the destination has copies of.
-    fn left_images(&self) -> Vec<PathBuf> {
+    fn leftover_images(&self) -> Vec<PathBuf> {
         let disks = self.described.iter().flat_map(|vm| &vm.disks);
         let left = disks.filter(|disk| self.copied.iter().any(|copied| copied.name == disk.name));
         left.filter_map(|disk| disk.file.as_ref().map(PathBuf::from)).collect()
@@ -255,15 +255,15 @@ impl Participant for Disks {
             path: copied.path.clone(),
             format: copied.format.clone(),
         };
-        report.disks = agreed.copied.iter().map(disk).collect();
+        report.disks = agreed.acceptance.copied.iter().map(disk).collect();
     }
 
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
         let description = agreed.proposal.map(|proposal| proposal.description.clone());
         self.described = description.and_then(|description| serde_json::from_value(description).ok());
-        self.recorded = recorded(self.described.as_ref(), agreed.proposal, agreed.copied)
+        self.recorded = recorded(self.described.as_ref(), agreed.proposal, &agreed.acceptance.copied)
             .map_err(|error| cannot_read(&error))?;
-        self.copied = agreed.copied.to_vec();
+        self.copied.clone_from(&agreed.acceptance.copied);
         let controls = &self.environment.controls;
         if self.copied.is_empty() {
             let goals = controls.change(Goals::disable_write_throttle);
@@ -273,12 +273,12 @@ impl Participant for Disks {
         Ok(())
     }
 
-    fn prepare(&mut self, vm: &mut SourceVm, _: &Reductions) -> Result<Preparation, Failure> {
+    fn prepare(&mut self, vm: &mut SourceVm, _: &Reductions) -> Result<PrepareProgress, Failure> {
         if !self.copied.is_empty() {
             self.record(vm).map_err(|error| cannot_read(&error))?;
             self.note_external_throttles();
         }
-        Ok(Preparation::Done)
+        Ok(PrepareProgress::Done)
     }
 
     fn blocks(&mut self, _: &SourceVm) -> Result<Vec<Block>, Failure> {
@@ -337,7 +337,7 @@ impl Participant for Disks {
 
     /// Precedes the saving of the devices, because QEMU then releases the disks. The devices' requests are complete:
     /// `stop` waits for them.
-    fn freeze(&mut self, vm: &mut SourceVm, _: StopKind, into: &mut [PageSet]) -> Result<(), Failure> {
+    fn freeze(&mut self, vm: &mut SourceVm, _: Comparison, into: &mut [PageSet]) -> Result<(), Failure> {
         let Some(log) = &mut self.log else { return Ok(()) };
         let monitor = vm.monitor().map_err(|error| Failure::local("cannot query QEMU", &error))?;
         let found = log.take(monitor, into);
@@ -363,23 +363,24 @@ impl Participant for Disks {
 
     fn commit(&mut self) {}
 
-    fn undo(&mut self, vm: Option<&mut SourceVm>) -> Undo {
+    fn undo(&mut self, vm: Option<&mut SourceVm>) -> UndoResult {
         self.opened.clear();
         let log = self.log.take();
         let is_ended = vm.is_none_or(|vm| vm.stop_recording(log));
         self.end_servers_of_a_predecessor();
         if is_ended {
-            return Undo::Done;
+            return UndoResult::Done;
         }
-        Undo::Retry(
+        UndoResult::Retry(
             "QEMU does not confirm that it stopped recording writes, and a write throttle may remain: the next \
              migration that copies its disks removes both",
         )
     }
+    fn running(&mut self) {}
 
     fn finish(&mut self) {
         self.end_servers_of_a_predecessor();
-        drop_page_cache(self.left_images());
+        drop_page_cache(self.leftover_images());
     }
 
     fn expects_message(&self) -> bool {
@@ -397,8 +398,8 @@ mod tests {
     use super::*;
     use crate::source::MigrationControls;
     use api::MigrationSettings;
-    use host::testing::{Qemu, World, proposal, terms};
-    use proto::message::ProposedDisk;
+    use host::testing::{Qemu, World, acceptance, proposal, terms};
+    use proto::message::{Acceptance, ProposedDisk};
 
     #[test]
     fn the_report_names_what_is_copied() {
@@ -407,7 +408,8 @@ mod tests {
         let mut report = Report::begin(terms.migration.clone(), source, destination, settings.clone());
         let goals = Goals::restored(settings, &world.context.config);
         let controls = Arc::new(MigrationControls::new(goals, report.clone(), Instant::now()));
-        let disks = Disks::new(&Environment { context: Arc::clone(&world.context), terms, controls });
+        let context = Arc::clone(&world.context);
+        let disks = Disks::new(&Environment { context, terms, controls, is_resumed: false });
         let proposed = |name: &str, bytes| ProposedDisk {
             name: name.to_owned(),
             bytes,
@@ -417,15 +419,9 @@ mod tests {
         };
         let proposal = Proposal { disks: vec![proposed("sda", 10), proposed("sdb", 20)], ..proposal() };
         let [name, path, format] = ["sdb", "/pool/sdb", "raw"].map(str::to_owned);
-        let copied = [CopiedDisk { name, path, format, send_zeros: false }];
-        let agreed = Agreed {
-            proposal: Some(&proposal),
-            copied: &copied,
-            has_network: false,
-            takes_frames: false,
-            takes_flows: false,
-            redirection: None,
-        };
+        let copied = vec![CopiedDisk { name, path, format, send_zeros: false }];
+        let acceptance = Acceptance { copied, ..acceptance() };
+        let agreed = Agreed { proposal: Some(&proposal), acceptance: &acceptance, redirection: None };
         disks.report(&agreed, &mut report);
         let [name, path, format] = ["sdb", "/pool/sdb", "raw"].map(str::to_owned);
         assert_eq!(report.disks, [Disk { name, bytes: 20, path, format }]);

@@ -5,7 +5,7 @@ use proto::message::Message;
 use qemu::qmp::Qmp;
 use tracee::{InjectError, TrackerStart};
 
-use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
+use super::{Agreed, Block, Comparison, Environment, Participant, PrepareProgress, Profile, UndoResult};
 use crate::source::failure::Failure;
 use crate::source::telemetry::ShownBlock;
 use api::report::Report;
@@ -82,10 +82,10 @@ impl Participant for Memory {
         Ok(())
     }
 
-    fn prepare(&mut self, vm: &mut SourceVm, reductions: &Reductions) -> Result<Preparation, Failure> {
+    fn prepare(&mut self, vm: &mut SourceVm, reductions: &Reductions) -> Result<PrepareProgress, Failure> {
         match self.track(vm, reductions) {
-            Ok(true) => Ok(Preparation::Unfinished),
-            Ok(false) => Ok(Preparation::Done),
+            Ok(true) => Ok(PrepareProgress::Unfinished),
+            Ok(false) => Ok(PrepareProgress::Done),
             Err(error) => Err(Failure::local("cannot track the guest's writes", &error)),
         }
     }
@@ -109,7 +109,7 @@ impl Participant for Memory {
 
     fn scan(&mut self, _: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError> {
         match &mut self.tracking {
-            Tracking::On(tracked) => tracked.take(into),
+            Tracking::On(tracked) => tracked.scan_dirty(into),
             Tracking::Off | Tracking::Starting(_) => Ok(ScanStats::default()),
         }
     }
@@ -127,8 +127,8 @@ impl Participant for Memory {
     }
 
     /// Without a comparison, the guest is not kept stopped to find pages that were given back and read again.
-    fn freeze(&mut self, _: &mut SourceVm, stop: StopKind, _: &mut [PageSet]) -> Result<(), Failure> {
-        if let (Tracking::On(tracked), StopKind::Compared) = (&mut self.tracking, stop) {
+    fn freeze(&mut self, _: &mut SourceVm, stop: Comparison, _: &mut [PageSet]) -> Result<(), Failure> {
+        if let (Tracking::On(tracked), Comparison::Compared) = (&mut self.tracking, stop) {
             tracked.announce_comparison();
         }
         Ok(())
@@ -152,10 +152,11 @@ impl Participant for Memory {
 
     fn commit(&mut self) {}
 
-    fn undo(&mut self, _: Option<&mut SourceVm>) -> Undo {
+    fn undo(&mut self, _: Option<&mut SourceVm>) -> UndoResult {
         self.tracking = Tracking::Off;
-        Undo::Done
+        UndoResult::Done
     }
+    fn running(&mut self) {}
 
     fn finish(&mut self) {}
 

@@ -1,11 +1,11 @@
 //! Network cards as a participant. Which addresses the guest claims is observed while it runs here, so that the
 //! destination can announce them. From shortly before the stop on, frames for the guest are held and sent to the
-//! destination; if the guest stays, it gets them here, and is announced here again. Its tracked connections are copied
+//! destination; if the guest stays, it gets them here, and is announced here again. Its conntrack entries are copied
 //! to the destination.
 
-mod flows;
-mod held_link;
-mod ping;
+mod arping;
+mod conntrack;
+mod held_frames;
 
 use std::sync::Arc;
 use std::thread;
@@ -13,21 +13,21 @@ use std::time::{Duration, Instant};
 
 use ::memory::{PageSet, Reductions, RoundStats, ScanError, ScanStats};
 use net::announcer::Card;
-use net::{Announcer, Claims, Diversion, HeldFrame, Listener, Pinger};
-use proto::message::{CardClaims, CardFrames, ClaimedAddress, Finding, Message, Severity};
+use net::{Announcer, Arping, ClaimSnooper, Claims, Diversion, HeldFrame};
+use proto::message::{Acceptance, CardClaims, CardFrames, ClaimedAddress, Finding, Message, Severity};
 use qemu::qmp::Qmp;
 use tracee::Tap;
 use tracing::warn;
 
-use self::flows::FlowCopier;
-use self::held_link::{FramesLink, HeldLink};
-use self::ping::BridgedCard;
-use super::{Agreed, Block, Environment, Participant, Preparation, Profile, StopKind, Undo};
+use self::arping::BridgedCard;
+use self::conntrack::ConntrackCopier;
+use self::held_frames::{FramesConnection, HoldingConnection};
+use super::{Agreed, Block, Comparison, Environment, Participant, PrepareProgress, Profile, UndoResult};
 use crate::source::agreement::RedirectedGuest;
 use crate::source::failure::Failure;
 use crate::source::telemetry::ShownBlock;
-use api::NetworkCheck;
 use api::report::{Report, TrackedConnections};
+use api::{NetworkCheck, PacketsAtStop};
 use host::verification::BlockHashes;
 use host::{SourceVm, network_cards};
 
@@ -52,17 +52,17 @@ pub(super) struct Network {
     /// Cards that can be asked once the guest is at the destination.
     bridged: Vec<BridgedCard>,
     /// Asks the guest at the destination, until its first frames are reported.
-    pinger: Option<Pinger>,
+    arping: Option<Arping>,
     /// Redirection of the guest's connections, if it moves to another network.
     redirected: Option<RedirectedGuest>,
-    /// Copies tracked connections; absent where that is impossible, and where no card has a tap.
-    flows: Option<FlowCopier>,
+    /// Copies conntrack entries; absent where that is impossible, and where no card has a tap.
+    conntrack: Option<ConntrackCopier>,
     /// Observes the claims; absent where that is impossible, and where no card has a tap.
-    listener: Option<Arc<Listener>>,
+    snooper: Option<Arc<ClaimSnooper>>,
     /// Connection for held frames, or the reason why there is none; absent if no frames are to be held.
-    link: Option<Result<FramesLink, String>>,
+    connection: Option<Result<FramesConnection, String>>,
     /// Holds frames; absent before the stop, and where that is impossible.
-    holder: Option<HeldLink>,
+    holder: Option<HoldingConnection>,
 }
 
 impl Network {
@@ -73,39 +73,39 @@ impl Network {
             takes_frames: false,
             takes_flows: false,
             // An agent before this one may have left the guest to the destination.
-            may_be_announced: true,
+            may_be_announced: environment.is_resumed,
             interfaces: Vec::new(),
             bridged: Vec::new(),
-            pinger: None,
+            arping: None,
             redirected: None,
-            flows: None,
-            listener: None,
-            link: None,
+            conntrack: None,
+            snooper: None,
+            connection: None,
             holder: None,
         }
     }
 
-    /// Begins to copy the tracked connections of the cards. Without this, firewalls that know only their own
+    /// Begins to copy the conntrack entries of the cards. Without this, firewalls that know only their own
     /// connections cut those of the guest.
-    fn copy_flows(&mut self) {
+    fn copy_conntrack(&mut self) {
         let started = if self.takes_flows {
             let redirected = self.redirected.clone();
-            FlowCopier::start(&self.environment, self.listener.clone(), &self.interfaces, redirected)
+            ConntrackCopier::start(&self.environment, self.snooper.clone(), &self.interfaces, redirected)
         } else {
             Err("the destination cannot install tracked connections".to_owned())
         };
         match started {
-            Ok(copier) => self.flows = Some(copier),
+            Ok(copier) => self.conntrack = Some(copier),
             Err(reason) => self.environment.controls.note("connections-not-carried", reason),
         }
     }
 
     /// Reports the connections that were carried, and those that were not.
-    fn report_flows(&mut self) {
+    fn report_conntrack(&mut self) {
         // What goes on through this host is still tracked and translated here.
         let stay = self.redirected.is_some();
-        let end = |copier: FlowCopier| if stay { copier.copied() } else { copier.remove_here() };
-        let Some(copied) = self.flows.take().map(end) else { return };
+        let end = |copier: ConntrackCopier| if stay { copier.copied() } else { copier.remove_here() };
+        let Some(copied) = self.conntrack.take().map(end) else { return };
         if copied == TrackedConnections::default() {
             return;
         }
@@ -118,8 +118,8 @@ impl Network {
 
     /// Diverts the frames for the guest, and waits until QEMU has read those before: it reads more while it stops, and
     /// would not pass them on.
-    fn hold(&self, link: FramesLink, vm: &SourceVm) -> Result<HeldLink, String> {
-        if link.is_lost() {
+    fn hold(&self, connection: FramesConnection, vm: &SourceVm) -> Result<HoldingConnection, String> {
+        if connection.is_lost() {
             return Err("the connection for them was lost".to_owned());
         }
         let named: Vec<_> =
@@ -127,7 +127,7 @@ impl Network {
         let cards = self.cards(vm)?;
         let name = self.environment.terms.migration.to_string();
         let diversion = Diversion::start(&name, &named).map_err(|error| crate::chain(&error))?;
-        let held = link.hold(diversion).map_err(|error| crate::chain(&error))?;
+        let held = connection.hold(diversion).map_err(|error| crate::chain(&error))?;
         wait_until_read(&cards);
         Ok(held)
     }
@@ -154,7 +154,7 @@ impl Network {
             return Ok(());
         }
         let mut announcer = Announcer::new(cards);
-        for claims in self.listener.iter().flat_map(|listener| listener.claims()) {
+        for claims in self.snooper.iter().flat_map(|snooper| snooper.claims()) {
             announcer.set_claims(claims.mac(), &claims.all());
         }
         let frames = announcer.announce();
@@ -172,38 +172,39 @@ impl Participant for Network {
     fn report(&self, _: &Agreed<'_>, _: &mut Report) {}
 
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
-        (self.expects_first_frames, self.takes_frames) = (agreed.has_network, agreed.takes_frames);
-        (self.takes_flows, self.may_be_announced) = (agreed.takes_flows, false);
+        let Acceptance { has_network, takes_frames, takes_flows, .. } = *agreed.acceptance;
+        (self.expects_first_frames, self.takes_frames) = (has_network, takes_frames);
+        self.takes_flows = takes_flows;
         self.redirected = agreed.redirection.cloned();
         Ok(())
     }
 
     /// Without this only switches are informed of the guest's new place, which is no reason not to migrate.
-    fn prepare(&mut self, vm: &mut SourceVm, _: &Reductions) -> Result<Preparation, Failure> {
+    fn prepare(&mut self, vm: &mut SourceVm, _: &Reductions) -> Result<PrepareProgress, Failure> {
         // The duplicates of the taps end here: a tap must not seem to be in use when its QEMU has ended.
         let found = find_cards(vm).map(|(_, interfaces)| self.interfaces = interfaces);
         if self.interfaces.is_empty() {
             if let Err(reason) = found {
                 self.environment.controls.note("addresses-not-observed", reason);
             }
-            return Ok(Preparation::Done);
+            return Ok(PrepareProgress::Done);
         }
-        let is_checked = self.environment.controls.goals().settings.network_check != NetworkCheck::Off;
-        if self.expects_first_frames && is_checked {
-            self.bridged = ping::bridged(&self.interfaces);
+        let settings = self.environment.controls.goals().settings;
+        if self.expects_first_frames && settings.network_check != NetworkCheck::Off {
+            self.bridged = arping::bridged(&self.interfaces);
         }
         let named = self.interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac));
-        match Listener::start(named) {
-            Ok(listener) => self.listener = Some(Arc::new(listener)),
+        match ClaimSnooper::start(named) {
+            Ok(snooper) => self.snooper = Some(Arc::new(snooper)),
             Err(error) => {
                 self.environment.controls.note("addresses-not-observed", crate::chain(&error));
             }
         }
-        if self.takes_frames {
-            self.link = Some(FramesLink::open(&self.environment));
+        if self.takes_frames && settings.packets_at_stop == PacketsAtStop::Hold {
+            self.connection = Some(FramesConnection::open(&self.environment));
         }
-        self.copy_flows();
-        Ok(Preparation::Done)
+        self.copy_conntrack();
+        Ok(PrepareProgress::Done)
     }
 
     fn blocks(&mut self, _: &SourceVm) -> Result<Vec<Block>, Failure> {
@@ -216,10 +217,10 @@ impl Participant for Network {
 
     fn before_round(&mut self, _: &mut SourceVm, _: u64) -> Result<u64, Failure> {
         // If that fails, the next round tries it again.
-        if matches!(&self.link, Some(Ok(link)) if link.is_lost())
-            && let Ok(link) = FramesLink::open(&self.environment)
+        if matches!(&self.connection, Some(Ok(connection)) if connection.is_lost())
+            && let Ok(connection) = FramesConnection::open(&self.environment)
         {
-            self.link = Some(Ok(link));
+            self.connection = Some(Ok(connection));
         }
         Ok(u64::MAX)
     }
@@ -236,8 +237,8 @@ impl Participant for Network {
 
     /// Without this, frames that arrive while the guest is stopped are lost, as with other hypervisors.
     fn before_stop(&mut self, vm: &mut SourceVm) -> Result<(), Failure> {
-        let Some(link) = self.link.take() else { return Ok(()) };
-        match link.and_then(|link| self.hold(link, vm)) {
+        let Some(connection) = self.connection.take() else { return Ok(()) };
+        match connection.and_then(|connection| self.hold(connection, vm)) {
             Ok(held) => self.holder = Some(held),
             Err(reason) => self.environment.controls.note("frames-not-held", reason),
         }
@@ -246,12 +247,12 @@ impl Participant for Network {
 
     /// Returns the addresses that the guest has claimed.
     fn message(&mut self) -> Option<Message> {
-        let claims = self.listener.as_ref().filter(|_| self.expects_first_frames)?.claims();
+        let claims = self.snooper.as_ref().filter(|_| self.expects_first_frames)?.claims();
         Some(Message::Claims { cards: claims.iter().map(card).collect() })
     }
 
-    fn freeze(&mut self, _: &mut SourceVm, _: StopKind, _: &mut [PageSet]) -> Result<(), Failure> {
-        self.flows.iter().for_each(FlowCopier::finish_list);
+    fn freeze(&mut self, _: &mut SourceVm, _: Comparison, _: &mut [PageSet]) -> Result<(), Failure> {
+        self.conntrack.iter().for_each(ConntrackCopier::finish_list);
         Ok(())
     }
 
@@ -266,7 +267,7 @@ impl Participant for Network {
     }
 
     fn ready(&mut self, _: &mut SourceVm) -> Result<(), Failure> {
-        if self.flows.as_ref().is_some_and(|flows| !flows.settle()) {
+        if self.conntrack.as_ref().is_some_and(|conntrack| !conntrack.wait_answer()) {
             let reason = "the destination has not installed the last ones when the guest runs there";
             self.environment.controls.note("connections-late", reason);
         }
@@ -279,38 +280,39 @@ impl Participant for Network {
     }
 
     /// The guest runs here again. Switches learn that first, and then it gets the frames that were held for it.
-    fn undo(&mut self, vm: Option<&mut SourceVm>) -> Undo {
-        (self.flows, self.link) = (None, None);
+    fn undo(&mut self, vm: Option<&mut SourceVm>) -> UndoResult {
+        (self.conntrack, self.connection) = (None, None);
         if let Some(vm) = vm
             && std::mem::take(&mut self.may_be_announced)
             && let Err(reason) = self.announce(vm)
         {
             warn!(reason, "the guest is not announced here; switches learn its place when it sends");
         }
-        self.listener = None;
-        let Some(held) = self.holder.take() else { return Undo::Done };
+        self.snooper = None;
+        let Some(held) = self.holder.take() else { return UndoResult::Done };
         match held.deliver_back() {
             Ok(frames) => self.environment.controls.note("frames-delivered-back", frames.to_string()),
             // The rules are gone all the same.
             Err(error) => warn!(%error, "frames that were held for the guest are lost"),
         }
-        Undo::Done
+        UndoResult::Done
     }
+    fn running(&mut self) {}
 
     fn finish(&mut self) {
         if self.expects_first_frames {
-            let claims = self.listener.as_ref().map_or_else(Vec::new, |listener| listener.claims());
-            let guests = self.flows.as_ref().map(FlowCopier::addresses).unwrap_or_default();
-            self.pinger = ping::start(&self.bridged, &claims, &guests);
+            let claims = self.snooper.as_ref().map_or_else(Vec::new, |snooper| snooper.claims());
+            let guests = self.conntrack.as_ref().map(ConntrackCopier::addresses).unwrap_or_default();
+            self.arping = arping::start(&self.bridged, &claims, &guests);
         }
-        self.report_flows();
-        let (link, listener, held) = (self.link.take(), self.listener.take(), self.holder.take());
+        self.report_conntrack();
+        let (connection, snooper, held) = (self.connection.take(), self.snooper.take(), self.holder.take());
         if let Some(held) = &held {
             self.environment.controls.note("frames-held", held.sent().to_string());
         }
         // To close sockets takes the kernel tens of milliseconds, for which the migration would seem to last.
         let end = move || {
-            drop((link, listener));
+            drop((connection, snooper));
             if let Some(held) = held {
                 held.pass_on_late_frames();
             }
@@ -331,7 +333,7 @@ impl Participant for Network {
         if *epoch != terms.epoch() {
             return;
         }
-        (self.expects_first_frames, self.pinger) = (false, None);
+        (self.expects_first_frames, self.arping) = (false, None);
         let host = terms.destination.as_str();
         controls.report(|report| {
             report.findings.extend(cards.iter().filter_map(|card| silence(card, host)));
@@ -425,9 +427,34 @@ fn card(claims: &Claims) -> CardClaims {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
+    use crate::source::{Goals, MigrationControls};
+    use api::MigrationSettings;
+    use host::testing::{Qemu, World, terms};
     use proto::message::FailedFlow;
 
-    use super::*;
+    /// Undoes with fresh cards of a VM that `prepare` has changed. Returns true if QEMU was asked for cards to announce.
+    fn is_announced(is_resumed: bool, prepare: impl FnOnce(&mut Network)) -> bool {
+        let (world, terms, settings) = (World::new(), terms("a", "b"), MigrationSettings::default());
+        let qemu = Qemu::start(world.folder.path());
+        let mut vm = SourceVm::find(&world.context, &qemu.record()).unwrap();
+        let (source, destination) = (terms.source.clone(), terms.destination.clone());
+        let report = Report::begin(terms.migration.clone(), source, destination, settings.clone());
+        let goals = Goals::restored(settings, &world.context.config);
+        let controls = Arc::new(MigrationControls::new(goals, report, Instant::now()));
+        let context = Arc::clone(&world.context);
+        let mut network = Network::new(&Environment { context, terms, controls, is_resumed });
+        prepare(&mut network);
+        assert_eq!(network.undo(Some(&mut vm)), UndoResult::Done);
+        qemu.monitor().received.iter().any(|command| command == "human-monitor-command")
+    }
+
+    #[test]
+    fn only_a_guest_that_may_have_left_is_announced_here() {
+        assert!(!is_announced(false, |_| {}), "no other host has announced it");
+        assert!(is_announced(false, Network::commit));
+        assert!(is_announced(true, |_| {}), "an agent before this one may have committed");
+    }
 
     #[test]
     fn frames_are_sent_in_pieces_that_fit() {

@@ -8,13 +8,14 @@ use std::time::Instant;
 
 use ::memory::{PageSet, Reductions, RoundStats, ScanError, ScanStats};
 use engine::handover::source::SourceEvent;
-use net::redirection::{RedirectionKeeper, RedirectionRecord, survey};
+use net::redirection::{RecordStage, RedirectionKeeper, RedirectionRecord};
 use proto::message::Message;
 use qemu::qmp::Qmp;
 use tracing::warn;
 
 use super::{
-    Agreed, Block, Environment, Participant, Preparation, Profile, ShownBlock, SourceVm, StopKind, Undo,
+    Agreed, Block, Comparison, Environment, Participant, PrepareProgress, Profile, ShownBlock, SourceVm,
+    UndoResult,
 };
 use crate::repeated_announcement;
 use crate::source::agreement::RedirectedGuest;
@@ -25,15 +26,15 @@ use host::redirections;
 use host::verification::BlockHashes;
 
 /// Redirection of the connections of a VM that leaves.
-pub(super) struct Redirecting {
+pub(super) struct LeavingRedirection {
     environment: Environment,
     keeper: RedirectionKeeper,
     agreed: Option<RedirectedGuest>,
 }
 
-impl Redirecting {
+impl LeavingRedirection {
     pub(super) fn new(environment: &Environment) -> Self {
-        let keeper = redirections::keeper(&environment.context.config);
+        let keeper = environment.context.redirections.clone();
         Self { environment: environment.clone(), keeper, agreed: None }
     }
 
@@ -47,8 +48,7 @@ impl Redirecting {
 
     /// Makes this host's end of the tunnel.
     fn make_tunnel(&self, guest: &RedirectedGuest) -> Result<(), String> {
-        let abilities = survey::abilities().map_err(|error| crate::chain(&error))?;
-        let prepared = self.keeper.prepare(&guest.redirection, &abilities);
+        let prepared = self.keeper.prepare(&guest.redirection);
         prepared.map(drop).map_err(|error| crate::chain(&error))
     }
 
@@ -66,11 +66,17 @@ impl Redirecting {
         let began = Instant::now();
         match self.keeper.switch(&mut record) {
             Ok(()) => self.report_times(|section| section.switch_us = Some(us(began))),
-            // It is recorded as active: the next agent makes what is missing.
+            // What is missing is recorded, and tried again.
             Err(error) => {
                 self.environment.controls.note("redirection-incomplete", crate::chain(&error));
-                warn!(error = crate::chain(&error), "the VM's old connections are not redirected");
+                warn!(error = crate::chain(&error), "not all of the VM's old connections are redirected yet");
             }
+        }
+        if let Err(error) = self.keeper.confirm(&mut record) {
+            warn!(
+                error = crate::chain(&error),
+                "a redirection is not confirmed yet, or a former one not removed"
+            );
         }
         repeated_announcement::of_redirection(self.keeper.clone(), record);
     }
@@ -80,7 +86,7 @@ fn us(since: Instant) -> u64 {
     since.elapsed().as_micros() as u64
 }
 
-impl Participant for Redirecting {
+impl Participant for LeavingRedirection {
     fn profile(&self) -> Profile {
         Profile { name: "redirection", can_post_copy: false, is_sent_first: false, irreversible: None }
     }
@@ -96,7 +102,7 @@ impl Participant for Redirecting {
         report.redirection = Some(RedirectedConnections {
             addresses: offer.wanted.iter().map(address).collect(),
             tunnel: tunnel.kind.to_string(),
-            ends: [tunnel.old_end, tunnel.new_end],
+            ends: [tunnel.old_endpoint, tunnel.new_endpoint],
             mtu: tunnel.mtu,
             prepare_us: None,
             switch_us: None,
@@ -108,15 +114,15 @@ impl Participant for Redirecting {
         let Some(RedirectedGuest { offer, redirection }) = &self.agreed else { return Ok(()) };
         if offer.key.is_some()
             && !net::redirection::offer::needs_keys(redirection)
-            && let Err(error) = self.keeper.forget_key(offer.number)
+            && let Err(error) = self.keeper.forget_key(&redirection.migration)
         {
             warn!(error = crate::chain(&error), "a key that no tunnel needs is not removed");
         }
         Ok(())
     }
 
-    fn prepare(&mut self, _: &mut SourceVm, _: &Reductions) -> Result<Preparation, Failure> {
-        Ok(Preparation::Done)
+    fn prepare(&mut self, _: &mut SourceVm, _: &Reductions) -> Result<PrepareProgress, Failure> {
+        Ok(PrepareProgress::Done)
     }
 
     fn blocks(&mut self, _: &SourceVm) -> Result<Vec<Block>, Failure> {
@@ -157,7 +163,7 @@ impl Participant for Redirecting {
         None
     }
 
-    fn freeze(&mut self, _: &mut SourceVm, _: StopKind, _: &mut [PageSet]) -> Result<(), Failure> {
+    fn freeze(&mut self, _: &mut SourceVm, _: Comparison, _: &mut [PageSet]) -> Result<(), Failure> {
         Ok(())
     }
 
@@ -177,26 +183,34 @@ impl Participant for Redirecting {
 
     fn commit(&mut self) {}
 
-    fn undo(&mut self, _: Option<&mut SourceVm>) -> Undo {
+    fn undo(&mut self, _: Option<&mut SourceVm>) -> UndoResult {
         self.environment.controls.report(|report| report.redirection = None);
-        let forgotten = self.agreed.take().map_or(Ok(()), |guest| self.keeper.forget_key(guest.offer.number));
-        let removed = redirections::abandon(&self.keeper, &self.environment.terms.migration);
-        match removed.and(forgotten) {
-            Ok(()) => Undo::Done,
+        match redirections::remove_of(&self.keeper, &self.environment.terms.migration) {
+            Ok(()) => {
+                self.agreed = None;
+                UndoResult::Done
+            }
             Err(error) => {
                 warn!(error = crate::chain(&error), "a redirection is not removed yet");
-                Undo::Retry("parts of a redirection remain in the kernel: see `whimbrel net show`")
+                UndoResult::Retry("parts of a redirection remain in the kernel: see `whimbrel net show`")
             }
         }
     }
+    /// The proxy device takes the guest's packets from now on: with post-copy, QEMU here ends much later.
+    fn running(&mut self) {
+        if let Some(record) = self.record().filter(|record| record.stage == RecordStage::Prepared) {
+            self.switch(record);
+        }
+    }
 
+    /// An agent before this one may have died before it switched.
     fn finish(&mut self) {
         match self.record() {
-            Some(record) => self.switch(record),
+            Some(record) if record.stage == RecordStage::Prepared => self.switch(record),
             None if self.agreed.is_some() => {
                 warn!("the record of the redirection is gone: the VM's old connections end");
             }
-            None => {}
+            Some(_) | None => {}
         }
     }
 
@@ -205,4 +219,36 @@ impl Participant for Redirecting {
     }
 
     fn learn(&mut self, _: &Message) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::source::{Goals, MigrationControls};
+    use api::MigrationSettings;
+    use host::testing::{World, terms};
+
+    /// No record names it.
+    #[test]
+    fn a_key_that_stays_is_removed_by_the_next_attempt() {
+        let (world, terms, settings) = (World::new(), terms("a", "b"), MigrationSettings::default());
+        let (source, destination) = (terms.source.clone(), terms.destination.clone());
+        let report = Report::begin(terms.migration.clone(), source, destination, settings.clone());
+        let goals = Goals::restored(settings, &world.context.config);
+        let controls = Arc::new(MigrationControls::new(goals, report, Instant::now()));
+        let context = Arc::clone(&world.context);
+        let environment = Environment { context, terms, controls, is_resumed: false };
+        let mut redirecting = LeavingRedirection::new(&environment);
+        let key = world.context.config.state_dir.join("redirections/web@1.key");
+        // A directory cannot be removed as a file is.
+        fs::create_dir_all(&key).unwrap();
+        assert!(matches!(redirecting.undo(None), UndoResult::Retry(_)));
+        fs::remove_dir(&key).unwrap();
+        fs::write(&key, [0; 32]).unwrap();
+        assert_eq!(redirecting.undo(None), UndoResult::Done);
+        assert!(!key.exists());
+    }
 }

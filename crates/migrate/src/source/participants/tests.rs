@@ -16,9 +16,11 @@ pub(in crate::source) struct Fake {
     pub(in crate::source) steps: Steps,
     pub(in crate::source) pages: u64,
     pub(in crate::source) written: Range<u64>,
-    /// Number of steps of its preparation, and of attempts to undo that fail.
+    /// Number of steps of its preparation, and of attempts to undo that fail: its name is the text for users then.
     pub(in crate::source) steps_left: u32,
     pub(in crate::source) failed_undos: u32,
+    /// Returns what each step finds, which is recorded with it; empty if it is nothing special.
+    pub(in crate::source) observe: Box<dyn Fn() -> &'static str + Send>,
 }
 
 impl Fake {
@@ -30,17 +32,27 @@ impl Fake {
             written: 0..0,
             steps_left: 0,
             failed_undos: 0,
+            observe: Box::new(|| ""),
         }
     }
 
     fn step(&self, step: &str) {
-        self.steps.lock().unwrap().push(format!("{} {step}", self.profile.name));
+        let found = (self.observe)();
+        self.steps.lock().unwrap().push(format!("{} {step}{found}", self.profile.name));
     }
 }
 
-/// Block that holds zeros.
-#[derive(Debug)]
-struct Zeros(u64);
+/// Block that holds zeros, and records its end.
+pub(in crate::source) struct Zeros {
+    pub(in crate::source) bytes: u64,
+    pub(in crate::source) steps: Steps,
+}
+
+impl Drop for Zeros {
+    fn drop(&mut self) {
+        self.steps.lock().unwrap().push("zeros end".to_owned());
+    }
+}
 
 impl BlockReader for Zeros {
     fn name(&self) -> &'static str {
@@ -48,7 +60,7 @@ impl BlockReader for Zeros {
     }
 
     fn bytes(&self) -> u64 {
-        self.0
+        self.bytes
     }
 
     fn read(&self, _: u64, into: &mut [u8]) -> Result<(), RamError> {
@@ -75,17 +87,20 @@ impl Participant for Fake {
         Ok(())
     }
 
-    fn prepare(&mut self, _: &mut SourceVm, _: &Reductions) -> Result<Preparation, Failure> {
+    fn prepare(&mut self, _: &mut SourceVm, _: &Reductions) -> Result<PrepareProgress, Failure> {
         self.step("prepare");
-        let Some(left) = self.steps_left.checked_sub(1) else { return Ok(Preparation::Done) };
+        let Some(left) = self.steps_left.checked_sub(1) else { return Ok(PrepareProgress::Done) };
         self.steps_left = left;
-        Ok(Preparation::Unfinished)
+        Ok(PrepareProgress::Unfinished)
     }
 
     fn blocks(&mut self, _: &SourceVm) -> Result<Vec<Block>, Failure> {
         let bytes = self.pages * PAGE_BYTES;
-        let block = Block { reader: Box::new(Zeros(bytes)), first: PageSet::full(bytes) };
-        Ok(if bytes == 0 { Vec::new() } else { vec![block] })
+        if bytes == 0 {
+            return Ok(Vec::new());
+        }
+        let reader = Box::new(Zeros { bytes, steps: Arc::clone(&self.steps) });
+        Ok(vec![Block { reader, first: PageSet::full(bytes) }])
     }
 
     fn progress(&self) -> Vec<ShownBlock> {
@@ -125,7 +140,7 @@ impl Participant for Fake {
         None
     }
 
-    fn freeze(&mut self, _: &mut SourceVm, _: StopKind, _: &mut [PageSet]) -> Result<(), Failure> {
+    fn freeze(&mut self, _: &mut SourceVm, _: Comparison, _: &mut [PageSet]) -> Result<(), Failure> {
         self.step("freeze");
         Ok(())
     }
@@ -150,11 +165,15 @@ impl Participant for Fake {
         self.step("commit");
     }
 
-    fn undo(&mut self, vm: Option<&mut SourceVm>) -> Undo {
+    fn undo(&mut self, vm: Option<&mut SourceVm>) -> UndoResult {
         self.step(if vm.is_some() { "undo" } else { "undo without QEMU" });
-        let Some(left) = self.failed_undos.checked_sub(1) else { return Undo::Done };
+        let Some(left) = self.failed_undos.checked_sub(1) else { return UndoResult::Done };
         self.failed_undos = left;
-        Undo::Retry("it remains")
+        UndoResult::Retry(self.profile.name)
+    }
+
+    fn running(&mut self) {
+        self.step("running");
     }
 
     fn finish(&mut self) {
@@ -179,14 +198,11 @@ fn boxed(fake: Fake) -> Box<dyn Participant> {
     Box::new(fake)
 }
 
-const AGREED: Agreed<'_> = Agreed {
-    proposal: None,
-    copied: &[],
-    has_network: false,
-    takes_frames: false,
-    takes_flows: false,
-    redirection: None,
-};
+/// Lets the participants check what a destination accepts that can do nothing special.
+fn check(participants: &mut Participants) -> Result<(), Failure> {
+    let agreed = Agreed { proposal: None, acceptance: &host::testing::acceptance(), redirection: None };
+    participants.check(&agreed)
+}
 
 #[test]
 fn a_step_that_cannot_be_undone_before_committed_is_refused() {
@@ -194,7 +210,7 @@ fn a_step_that_cannot_be_undone_before_committed_is_refused() {
     let mut fake = Fake::new("network", &steps);
     fake.profile.irreversible = Some("freeze");
     let mut participants = Participants::new(Faults::default(), vec![boxed(fake)]);
-    let failure = participants.check(&AGREED).unwrap_err();
+    let failure = check(&mut participants).unwrap_err();
     assert!(failure.reason.contains("network cannot undo its step freeze"), "{}", failure.reason);
     assert!(taken(&steps).is_empty(), "nothing was asked of it");
 }
@@ -209,7 +225,7 @@ fn each_scans_its_own_blocks_and_the_last_one_first() {
     (first.pages, first.written, first.profile.can_post_copy, first.steps_left) = (8, 1..2, true, 1);
     (early.pages, early.written, early.profile.is_sent_first) = (4, 2..4, true);
     let mut participants = Participants::new(Faults::default(), vec![boxed(first), boxed(early)]);
-    participants.check(&AGREED).unwrap();
+    check(&mut participants).unwrap();
     let payload = participants.open(&mut vm).unwrap();
     assert_eq!(payload.ram_bytes(), [8 * PAGE_BYTES], "only blocks that may follow the guest");
     let shown = |(number, name, pages): (usize, &str, u64)| {
@@ -222,15 +238,15 @@ fn each_scans_its_own_blocks_and_the_last_one_first() {
     assert_eq!(owed.pages(), 4, "memory waits");
     assert_eq!((participants.is_any_sent_first(), participants.waiting_bytes()), (true, 8 * PAGE_BYTES));
     // Only what is prepared is scanned.
-    participants.log(None).take(owed.blocks_mut(0..2).unwrap()).unwrap();
+    participants.log(None).scan_dirty(owed.blocks_mut(0..2).unwrap()).unwrap();
     assert_eq!(taken(&steps), ["early scan"]);
-    while participants.prepare(&mut vm, &Reductions::default(), &mut owed).unwrap() == Preparation::Unfinished
-    {
-    }
+    while participants.prepare(&mut vm, &Reductions::default(), &mut owed).unwrap()
+        == PrepareProgress::Unfinished
+    {}
     assert_eq!(taken(&steps), ["first prepare", "first prepare"]);
     assert_eq!(owed.pages(), 12);
     let mut found = [PageSet::new(8 * PAGE_BYTES), PageSet::new(4 * PAGE_BYTES)];
-    let scan = participants.log(None).take(&mut found).unwrap();
+    let scan = participants.log(None).scan_dirty(&mut found).unwrap();
     assert_eq!((scan.pages, scan.duration_us), (3, 2));
     assert_eq!(taken(&steps), ["early scan", "first scan"]);
     let found_pages = found.map(|block| block.runs().flatten().collect::<Vec<_>>());
@@ -256,20 +272,21 @@ fn pages_are_never_lost_for_lack_of_room() {
     let mut participants = Participants::new(Faults::default(), vec![boxed(fake)]);
     participants.open(&mut vm).unwrap();
     taken(&steps);
-    participants.log(None).take(&mut []).unwrap_err();
-    participants.freeze(&mut vm, StopKind::NotCompared, &mut OwedPages::of(vec![])).unwrap_err();
+    participants.log(None).scan_dirty(&mut []).unwrap_err();
+    participants.freeze(&mut vm, Comparison::NotCompared, &mut OwedPages::of(vec![])).unwrap_err();
     assert!(taken(&steps).is_empty(), "its log keeps its pages");
 }
 
 #[test]
 fn all_undo_even_if_one_has_to_try_again() {
     let steps = Steps::default();
-    let mut stuck = Fake::new("stuck", &steps);
-    stuck.failed_undos = 1;
-    let mut participants =
-        Participants::new(Faults::default(), vec![boxed(stuck), boxed(Fake::new("other", &steps))]);
-    assert_eq!(participants.undo(None), Undo::Retry("it remains"));
+    let stuck = |name, failed_undos| boxed(Fake { failed_undos, ..Fake::new(name, &steps) });
+    let members = vec![stuck("stuck", 2), stuck("late", 1), stuck("other", 0)];
+    let mut participants = Participants::new(Faults::default(), members);
+    assert_eq!(participants.undo(None), ["late", "stuck"], "no text replaces another");
     // The guest runs, and must not wait for its frames until disks have answered.
-    assert_eq!(taken(&steps), ["other undo without QEMU", "stuck undo without QEMU"]);
-    assert_eq!(participants.undo(None), Undo::Done);
+    let order = ["other undo without QEMU", "late undo without QEMU", "stuck undo without QEMU"];
+    assert_eq!(taken(&steps), order);
+    assert_eq!(participants.undo(None), ["stuck"]);
+    assert!(participants.undo(None).is_empty());
 }

@@ -12,7 +12,7 @@ use proto::message::Message;
 use super::rounds::DirtyScan;
 use super::switchover::cannot_save;
 use crate::source::failure::{Failure, gone, unexpected};
-use crate::source::participants::StopKind;
+use crate::source::participants::Comparison;
 use crate::source::payload::Payload;
 use crate::source::post_copy_server::PostCopyServer;
 use crate::source::stages::{Stopped, Streaming, StreamingRecords};
@@ -58,7 +58,7 @@ impl SourceDriver {
                     FailedDiscard::End => return Err(failure),
                 },
             }
-            self.context.faults.reach(|| "source/named".to_owned());
+            self.context.faults.reach(|| "source/discarded".to_owned());
             scanned = self.scan_dirty(scanned.readable.give_up(), true, payload)?;
             writes.note(std::mem::take(&mut scanned.found));
         }
@@ -110,7 +110,7 @@ impl SourceDriver {
         payload.end_reductions(ReductionStage::PostCopy);
         let mut owed = owed;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
-        self.resources.participants.freeze(vm, StopKind::NotCompared, &mut owed)?;
+        self.resources.participants.freeze(vm, Comparison::NotCompared, &mut owed)?;
         let saving = Instant::now();
         let state = vm.save_devices().map_err(|error| cannot_save(&error))?;
         self.reporter.stop_clock.measured.save_us = saving.elapsed().as_micros() as u64;
@@ -169,8 +169,10 @@ impl SourceDriver {
         let vm = self.resources.vm.as_ref().ok_or_else(gone)?;
         let regions = ram::regions(&vm.blocks).iter().map(JournalledRegion::of).collect();
         // An agent that restarts must be able to continue.
-        let details =
-            SourceDetails { later: Some(regions), ..SourceDetails::of(&self.context, Some(vm), true) };
+        let details = SourceDetails {
+            post_copied_regions: Some(regions),
+            ..SourceDetails::of(&self.context, Some(vm), true)
+        };
         self.context
             .journal
             .set_details(&self.terms.migration, &details, Durability::Process)
@@ -186,7 +188,7 @@ impl SourceDriver {
         for piece in set.chunks(proto::limits::BLOB_BYTES) {
             self.send("cannot encode the list of missing pages", |writer| writer.send_blob(piece))?;
         }
-        self.inbox.interrupts(None);
+        self.inbox.interrupt_nothing();
         let Some(page_stream) = page_stream else {
             return Err(Failure::new(SourceEvent::PeerLost, "there is no page stream"));
         };
@@ -205,12 +207,12 @@ impl SourceDriver {
             self.telemetry.remaining(),
             Arc::clone(&self.controls.rate),
         );
-        server.reductions = payload.saving().of_frames();
+        server.reductions = payload.reductions().of_frames();
         server
             .serve(self.connections.generation, sender, page_stream, self.inbox.mailbox())
             .map_err(|error| Failure::local("cannot start a thread to send pages", &error))?;
         stopped.server = Some(server);
-        self.context.faults.reach(|| "source/awaited".to_owned());
+        self.context.faults.reach(|| "source/missing-pages".to_owned());
         Ok(())
     }
 }

@@ -6,7 +6,7 @@ use engine::pre_copy::{
     AvailableStrategies, CostHistory, Decision, RoundObservation, StopTrace, ThrottleChange, TracedStopPolicy,
 };
 use engine::session::{
-    DecidedRound, RoundContext, RoundStep, Rounds, RoundsEnd, ScanResult, SentRound, Time,
+    DecidedRound, RoundContext, RoundStep, Rounds, ScanResult, SentRound, SwitchoverKind, Time,
 };
 use engine::throttle::processors::ThrottleDemand;
 
@@ -49,7 +49,7 @@ impl SourceDriver {
         streams: Streams,
         owed: OwedPages,
         streaming: &mut Streaming,
-    ) -> Result<(Streams, OwedPages, RoundsEnd), Failure> {
+    ) -> Result<(Streams, OwedPages, SwitchoverKind), Failure> {
         self.phase(Phase::PreCopy);
         let (policy, selector) = self.new_policy();
         let hints = self.connect_to_guest(&streaming.reductions);
@@ -92,7 +92,7 @@ impl SourceDriver {
         streams: Streams,
         scanned: DirtyScan,
         streaming: &mut Streaming,
-    ) -> Result<(Streams, OwedPages, Option<RoundsEnd>), Failure> {
+    ) -> Result<(Streams, OwedPages, Option<SwitchoverKind>), Failure> {
         let mut scanned = scanned;
         loop {
             let facts = self.round_facts(state, streaming);
@@ -102,8 +102,8 @@ impl SourceDriver {
                     return Ok((streams, owed, None));
                 }
                 RoundStep::Discard => scanned = self.discard_before_stop(scanned, streaming)?,
-                RoundStep::TakeBack => scanned = self.take_deferred_back(state, scanned)?,
-                RoundStep::SendTakenBack => {
+                RoundStep::ReclaimDeferred => scanned = self.take_deferred_back(state, scanned)?,
+                RoundStep::SendReclaimed => {
                     let (streams, owed) = self.send_taken_back(state, streams, scanned, streaming)?;
                     return Ok((streams, owed, None));
                 }
@@ -124,7 +124,7 @@ impl SourceDriver {
         RoundContext {
             has_control: self.connections.control.is_some(),
             has_deferred: state.hints.as_ref().is_some_and(FreePageHints::has_deferred),
-            has_discarded: !streaming.records.discards.is_none(self.connections.generation),
+            has_discarded: !streaming.records.discards.has_none_over(self.connections.generation),
         }
     }
 
@@ -137,7 +137,7 @@ impl SourceDriver {
             scanned.readable = self.take_back(hints, scanned.readable)?;
         }
         let (policy, selector) = self.new_policy();
-        state.rounds.taken_back(policy);
+        state.rounds.deferred_reclaimed(policy);
         state.selector = selector;
         Ok(scanned)
     }

@@ -6,7 +6,7 @@ use ::memory::{
     CompletedRound, InterruptedRound, OwedPages, PageCursor, PageSet, PartBoundary, ReadablePages,
     RoundStats, ScanStats, Sender,
 };
-use engine::session::Time;
+use engine::session::{InterruptContext, Time};
 use host::VmError;
 use tracing::info;
 
@@ -65,7 +65,7 @@ impl SourceDriver {
     /// the first stream opens is worth waiting for like any other.
     pub(in crate::source) fn open_streams(&mut self, payload: &Payload) -> Result<Streams, Failure> {
         self.handle_notices()?;
-        if !self.link_state().can_open_streams() {
+        if !self.connection_facts().can_open_streams() {
             return self.reconnect(payload, self.control_loss().reason);
         }
         match self.connect_streams() {
@@ -76,16 +76,18 @@ impl SourceDriver {
         }
     }
 
-    /// Starts a sender over streams that were just opened.
+    /// Starts a sender over streams that were just opened; the guest runs.
     pub(in crate::source) fn start_sender(
         &mut self,
         payload: &Payload,
         opened: OpenedStreams,
     ) -> Result<Streams, Failure> {
         let OpenedStreams { data, page_stream } = opened;
-        let started = Sender::with_reductions(payload.readers(), payload.saving(), data);
+        let started = Sender::with_reductions(payload.readers(), payload.reductions(), data);
         let sender = started.map_err(|error| Failure::local("cannot start the sending threads", &error))?;
-        self.inbox.interrupts(Some(sender.handle()));
+        let (epoch, generation) = (self.terms.epoch(), self.connections.generation);
+        let facts = InterruptContext { epoch, generation, is_stopped: false };
+        self.inbox.interrupt_rounds(sender.handle(), facts);
         self.telemetry.follow(Some(sender.handle()));
         Ok(Streams { generation: self.connections.generation, sender, page_stream })
     }
@@ -102,7 +104,7 @@ impl SourceDriver {
         self.scan_dirty(owed, false, payload)
     }
 
-    /// Scans like `sample`, and also returns the dirty pages of memory if `reports_pages` is true.
+    /// Scans like [`scan`](Self::scan), and also returns the dirty pages of memory if `reports_pages` is true.
     pub(super) fn scan_dirty(
         &mut self,
         owed: OwedPages,
@@ -140,8 +142,8 @@ impl SourceDriver {
     ) -> Result<RoundOutcome, Failure> {
         let Streaming { payload, records, .. } = streaming;
         let DirtyScan { readable, must_precopy_pages, scan, drain_us, .. } = scanned;
-        if !self.link_state().can_carry_round(streams.generation) {
-            self.inbox.interrupts(None);
+        if !self.connection_facts().can_carry_round(streams.generation) {
+            self.inbox.interrupt_nothing();
             drop(streams);
             let streams = self.open_streams(payload)?;
             return Ok(RoundOutcome { streams, owed: readable.give_up(), stats: None });
@@ -183,8 +185,8 @@ impl SourceDriver {
             Err(interrupted) => {
                 let InterruptedRound { owed, cause, .. } = *interrupted;
                 info!(%cause, "round interrupted");
-                self.inbox.interrupts(None);
-                self.handle_notices_or(&cause)?;
+                self.inbox.interrupt_nothing();
+                self.handle_notices_after_cut(&cause)?;
                 let streams = self.reconnect(payload, crate::chain(&cause))?;
                 Ok(RoundOutcome { streams, owed, stats: None })
             }

@@ -9,13 +9,14 @@ use ::memory::{
     CompletedRound, DirtyLog, InterruptedRound, OwedPages, ReductionStage, RoundStats, ScanFailed, Sender,
 };
 use engine::handover::source::SourceEvent;
-use engine::session::StopPatience;
+use engine::session::StopTimeouts;
 use proto::message::Message;
 use tracing::warn;
 
 use super::Ready;
+use crate::device_state;
 use crate::source::failure::{Failure, gone, unexpected};
-use crate::source::participants::StopKind;
+use crate::source::participants::Comparison;
 use crate::source::reductions::hints::ActiveHints;
 use crate::source::stages::{Stopped, StreamingRecords};
 use crate::source::streams::Streams;
@@ -96,6 +97,7 @@ impl SourceDriver {
         prepared.map_err(|error| Failure::local("cannot prepare to save the device state", &error))?;
         // Later changes of the guest's state are detected when its devices are saved.
         let run = self.vm()?.check_run_state().map_err(cannot)?;
+        self.inbox.guest_stops();
         self.feed(&SourceEvent::Stop { run })
             .map_err(|error| Failure::local("cannot stop the guest", &error))?;
         self.reporter.stop_clock.measured.stop_us = self.since_stop_us();
@@ -117,7 +119,7 @@ impl SourceDriver {
         let acknowledged_by = self.switchover_deadline();
         // No program gives memory back from now on.
         payload.end_reductions(ReductionStage::GuestStopped);
-        let stop = if self.controls.goals().verify { StopKind::Compared } else { StopKind::NotCompared };
+        let stop = if self.controls.goals().verify { Comparison::Compared } else { Comparison::NotCompared };
         let mut owed = owed;
         let vm = self.resources.vm.as_mut().ok_or_else(gone)?;
         let participants = &mut self.resources.participants;
@@ -144,7 +146,7 @@ impl SourceDriver {
                 format!("{} pages were not sent in the last round; please report this", owed.pages());
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
-        self.inbox.interrupts(None);
+        self.inbox.interrupt_nothing();
         self.telemetry.follow(None);
         self.handle_last_notices()?;
         self.reporter.stop_clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
@@ -159,9 +161,9 @@ impl SourceDriver {
     }
 
     /// Returns the patience with the destination while the guest is stopped.
-    fn stop_patience(&self) -> StopPatience {
+    fn stop_patience(&self) -> StopTimeouts {
         let standstill = Duration::from_millis(self.context.config.timeouts.standstill_ms);
-        StopPatience { expected_downtime: self.reporter.stop_clock.expected_downtime, standstill }
+        StopTimeouts { expected_downtime: self.reporter.stop_clock.expected_downtime, standstill }
     }
 
     /// Returns the time until which the stopped guest waits for the destination's next answer.
@@ -198,8 +200,8 @@ impl SourceDriver {
     /// Returns the failure for a lost link: the guest is stopped, and would have to wait for the link too, so the
     /// migration ends.
     pub(super) fn lost_while_stopped(&mut self, cause: &::memory::SendError) -> Failure {
-        self.inbox.interrupts(None);
-        match self.handle_notices_or(cause) {
+        self.inbox.interrupt_nothing();
+        match self.handle_notices_after_cut(cause) {
             Err(failure) => failure,
             Ok(()) => Failure::new(
                 SourceEvent::PeerLost,
@@ -275,8 +277,11 @@ impl SourceDriver {
         let digest = blake3::hash(state).to_hex().to_string();
         let sent_by = self.switchover_deadline();
         self.set_control_deadline(Some(sent_by));
-        self.send_message(&Message::DeviceState { bytes: state.len() as u64, digest: digest.clone() })?;
-        for piece in state.chunks(proto::limits::BLOB_BYTES) {
+        let compressed = device_state::compress(state)
+            .map_err(|error| Failure::local("cannot compress the device state", &error))?;
+        let (bytes, state_bytes) = (compressed.len() as u64, state.len() as u64);
+        self.send_message(&Message::DeviceState { bytes, state_bytes, digest: digest.clone() })?;
+        for piece in compressed.chunks(proto::limits::BLOB_BYTES) {
             self.send("cannot send the device state", |writer| writer.send_blob(piece))?;
         }
         // This runs while the destination loads. Its READY then implies that the source's QEMU is frozen.
@@ -361,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn where_the_system_gives_no_thread_one_comes_after_the_other() {
+    fn without_a_second_thread_both_run_one_after_the_other() {
         let test = "source::phases::switchover::tests::alone";
         let alone = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "--ignored", "--nocapture", "--test-threads=1", test])

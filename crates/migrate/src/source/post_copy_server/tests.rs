@@ -3,10 +3,12 @@
 use std::ops::Range;
 use std::thread;
 
-use ::memory::{BlockReader, PageSet, encode_set};
-use link::transport::fake;
+use ::memory::{BlockReader, PageSet, RamError, encode_set};
+use link::transport::{Incoming, MessageReceiver, MessageSender, TransportError, fake};
 use proto::HostId;
-use proto::awaited::decode_page;
+use proto::limits::PAGE_BYTES;
+use proto::message::{Message, PageRequest};
+use proto::missing_pages::decode_page;
 
 use super::*;
 use crate::source::telemetry::Telemetry;
@@ -59,7 +61,7 @@ fn server() -> (JoinHandle<ServingEnd>, Channel, fake::End) {
     );
     let counted = Arc::clone(&server.counted);
     let serving = thread::spawn(move || {
-        serve(&readers, &RecentWrites::default(), sender, page_stream, &counted, &rate)
+        run_page_stream(&readers, &RecentWrites::default(), sender, page_stream, &counted, &rate)
     });
     (serving, requests.into_channel(host("a")), data)
 }
@@ -97,7 +99,7 @@ fn requests_are_answered_while_bulk_stands_still() {
         }
     }
     sender.send(&Message::PagesComplete).unwrap();
-    assert!(matches!(serving.join().unwrap(), ServingEnd::Complete));
+    assert!(matches!(serving.join().unwrap(), ServingEnd::Requests(RequestsEnd::Complete)));
 }
 
 #[test]
@@ -106,7 +108,10 @@ fn pages_that_do_not_exist_end_the_page_stream() {
     let (mut receiver, mut sender) = report_missing(requests);
     request(&mut *sender, &[PAGES]);
     let ended = serving.join().unwrap();
-    assert!(matches!(ended, ServingEnd::Outside(PageRequest { block: 0, page: PAGES })), "{ended:?}");
+    assert!(
+        matches!(ended, ServingEnd::Requests(RequestsEnd::Outside(PageRequest { block: 0, page: PAGES }))),
+        "{ended:?}"
+    );
     assert!(matches!(receiver.recv(None), Err(TransportError::PeerClosed(_))));
 }
 
@@ -118,6 +123,9 @@ fn a_lost_page_stream_ends_pushing_too() {
     assert_eq!(data.raw().read(&mut [0]).unwrap(), 1);
     handle.shutdown();
     let ended = serving.join().unwrap();
-    assert!(matches!(ended, ServingEnd::Stream(TransportError::PeerClosed(_))), "{ended:?}");
+    assert!(
+        matches!(ended, ServingEnd::Requests(RequestsEnd::Connection(TransportError::PeerClosed(_)))),
+        "{ended:?}"
+    );
     drop(halves);
 }

@@ -97,7 +97,7 @@ pub(super) fn start(
             }
         }
     };
-    thread::Builder::new().name("sparing".to_owned()).spawn(samples).ok().map(|_| stop)
+    thread::Builder::new().name("link-sampler".to_owned()).spawn(samples).ok().map(|_| stop)
 }
 
 /// Counters at one moment.

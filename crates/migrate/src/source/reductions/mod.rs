@@ -13,9 +13,9 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
 use ::memory::{ContentIndex, LinkCounters, LinkMeter, Reduction};
-use proto::packed::CompressionTrial;
+use proto::message::Acceptance;
+use proto::packed::{Codec, CompressionTrial};
 
-use super::agreement::Capabilities;
 use super::payload::Payload;
 use super::{MigrationControls, SourceDriver};
 use api::report::Report;
@@ -122,12 +122,13 @@ impl ActiveReductions {
     }
 }
 
-/// Control of reductions by policies. Dropping it ends the samples and completes the report.
+/// Control of reductions by policies. Dropping it ends the samples, and then completes the report.
 #[derive(Debug)]
 pub(super) struct ReductionControl {
     reductions: ActiveReductions,
     controls: Arc<MigrationControls>,
-    _stop: Option<Sender<()>>,
+    /// Ends the samples when it is dropped.
+    sampling: Option<Sender<()>>,
 }
 
 impl ReductionControl {
@@ -139,6 +140,7 @@ impl ReductionControl {
 
 impl Drop for ReductionControl {
     fn drop(&mut self) {
+        self.sampling = None;
         let ActiveReductions { list, meter } = &self.reductions;
         let link = meter.as_ref().map(|meter| meter.count()).unwrap_or_default();
         self.controls.report(|report| list.iter().for_each(|reduction| reduction.report(&link, report)));
@@ -150,15 +152,16 @@ impl SourceDriver {
     /// is left out for that reason. Policies control them until the returned value is dropped.
     pub(super) fn start_reductions(
         &self,
-        capabilities: &Capabilities,
+        acceptance: &Acceptance,
         known: Option<(ContentIndex, Option<SharedImages>)>,
         payload: &mut Payload,
     ) -> ReductionControl {
         let (controls, telemetry) = (&self.controls, &self.telemetry);
         let references = known.map(|(known, shared)| ActiveReferences::new(known, shared));
-        let compression = ActiveCompression::begin(&capabilities.codecs, controls, telemetry);
+        let codecs: Vec<_> = acceptance.codecs.iter().filter_map(|name| Codec::from_name(name)).collect();
+        let compression = ActiveCompression::begin(&codecs, controls, telemetry);
         let delta_seed = self.agreement.proposal.as_ref().and_then(|proposal| proposal.delta_seed);
-        let delta_seed = delta_seed.filter(|_| capabilities.deltas);
+        let delta_seed = delta_seed.filter(|_| acceptance.deltas);
         let deltas = ActiveDeltas::begin(delta_seed, payload.ram_blocks(), controls, telemetry);
         let hints = self.free_page_hints(payload);
         let is_compressed = compression.is_some();
@@ -176,7 +179,7 @@ impl SourceDriver {
         let meter = reductions.meter.clone().filter(|_| is_watched);
         let start =
             |meter| link_sampler::start(reductions.list.clone(), meter, workers, Arc::clone(controls));
-        let stop = meter.and_then(start);
-        ReductionControl { reductions, controls: Arc::clone(controls), _stop: stop }
+        let sampling = meter.and_then(start);
+        ReductionControl { reductions, controls: Arc::clone(controls), sampling }
     }
 }

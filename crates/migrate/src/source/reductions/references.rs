@@ -13,7 +13,7 @@ use engine::handover::source::SourceEvent;
 use engine::references::{ReferenceObservation, ReferencePolicy};
 use engine::trace::TracedPolicy;
 use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, QUERIED_PAGES};
-use proto::message::Message;
+use proto::message::{Acceptance, Message};
 use proto::packed::CompressionTrial;
 use qemu::describe::VmDescription;
 use rustix::process::setpriority_process;
@@ -21,13 +21,12 @@ use tracing::warn;
 
 use super::link_sampler::Interval;
 use super::{ActiveReduction, ReductionProgress};
-use crate::source::agreement::Capabilities;
 use crate::source::failure::{Failure, unexpected};
 use crate::source::payload::Payload;
 use crate::source::{MigrationControls, SourceDriver};
 use api::report::Report;
 use host::templates::{
-    IndexingStats, LeftTemplate, MAX_ADVERTISED_PAGES, SharedImage, Templates, from_hex, shared_images,
+    IndexingStats, LeftoverTemplate, MAX_ADVERTISED_PAGES, SharedImage, Templates, from_hex, shared_images,
     to_hex,
 };
 
@@ -137,25 +136,25 @@ impl ActiveReduction for ActiveReferences {
 
 impl SourceDriver {
     /// Returns true if page references are sent.
-    pub(in crate::source) fn uses_references(&self, capabilities: &Capabilities) -> bool {
-        self.controls.goals().settings.references && capabilities.references
+    pub(in crate::source) fn uses_references(&self, acceptance: &Acceptance) -> bool {
+        self.controls.goals().settings.references && acceptance.references
     }
 
     /// Returns the images that both hosts have, if pages of them may be referred to.
     pub(in crate::source) fn shared_images(
         &self,
-        capabilities: &Capabilities,
+        acceptance: &Acceptance,
         payload: &Payload,
     ) -> Option<SharedImages> {
         let described = self
             .agreement
             .proposal
             .as_ref()
-            .filter(|_| self.uses_references(capabilities))?
+            .filter(|_| self.uses_references(acceptance))?
             .description
             .clone();
         let vm = serde_json::from_value::<VmDescription>(described).ok()?;
-        let is_copied = |name: &str| capabilities.copied.iter().any(|copied| copied.name == name);
+        let is_copied = |name: &str| acceptance.copied.iter().any(|copied| copied.name == name);
         let images = shared_images(&vm.disks, is_copied);
         let templates = Arc::clone(&self.context.templates);
         let memory_bytes = payload.ram_bytes().iter().sum();
@@ -165,10 +164,10 @@ impl SourceDriver {
     /// Returns the index of the content that the destination reports to have.
     pub(in crate::source) fn query_destination_content(
         &mut self,
-        capabilities: &Capabilities,
+        acceptance: &Acceptance,
         payload: &Payload,
     ) -> Result<ContentIndex, Failure> {
-        let seeks = capabilities.templates > 0 && !capabilities.copied.is_empty();
+        let seeks = acceptance.templates > 0 && !acceptance.copied.is_empty();
         let runs = if seeks { self.query_templates(payload)? } else { Vec::new() };
         let template_pages: usize = runs.iter().map(|run| run.hashes.len()).sum();
         let sent_pages =
@@ -194,7 +193,7 @@ impl SourceDriver {
         Ok(known)
     }
 
-    /// Remembers the images that the VM has left behind with its disks: the content that was sent is known, and stays
+    /// Remembers the leftover images of the VM's disks: the content that was sent is known, and stays
     /// in these images until they are removed. If the VM comes back, that content need not be sent.
     pub(in crate::source) fn remember_images(&self, first_disk: usize, references: &ActiveReferences) {
         let described = self.agreement.proposal.as_ref().map(|proposal| proposal.description.clone());
@@ -211,10 +210,10 @@ impl SourceDriver {
             let pages = u16::try_from(block)
                 .map_or_else(|_| Vec::new(), |block| references.known.sent_pages_of(block));
             if FORMATS.contains(&format.as_str()) && !pages.is_empty() {
-                images.push((LeftTemplate { path, format }, pages));
+                images.push((LeftoverTemplate { path, format }, pages));
             }
         }
-        self.context.templates.left_behind(images);
+        self.context.templates.leftovers(images);
     }
 
     /// Asks about pages from all over the disks, and records the destination's answers. This only saves bytes: answers

@@ -136,7 +136,7 @@ fn the_payload_outlives_the_server_of_a_vm_that_has_left() {
     stage.commit();
     stage.end_serving();
     assert_eq!(ends.take(), ["server"]);
-    let committed = stage.settle().unwrap();
+    let committed = stage.finish().unwrap();
     assert_eq!(ends.take(), NONE);
     assert!(committed.references().is_none(), "no references were sent");
     drop(committed);
@@ -151,7 +151,7 @@ fn a_vm_that_left_without_commit_settles_like_another() {
     stage.end_serving();
     assert_eq!(ends.take(), ["server"]);
     assert!(matches!(&stage, SourceStage::Stopped(stopped) if stopped.server.is_none()));
-    assert!(stage.settle().is_some());
+    assert!(stage.finish().is_some());
     assert_eq!(ends.take(), ["payload"]);
 }
 
@@ -170,17 +170,16 @@ fn an_agent_that_goes_on_serving_owns_the_server_alone() {
     stage = SourceStage::resumed(ends.server());
     stage.end_serving();
     assert_eq!(ends.take(), ["server"]);
-    assert!(stage.settle().is_none());
+    assert!(stage.finish().is_none());
 }
 
 #[test]
 fn the_result_of_undoing_stays_until_the_end() {
-    let retry = Undo::Retry("the throttle stays");
-    let mut stage = SourceStage::Undone(retry);
-    assert!(stage.settle().is_none());
-    assert_eq!(stage.undone(), retry);
+    let mut stage = SourceStage::Undone(vec!["the throttle stays"]);
+    assert!(stage.finish().is_none());
+    assert_eq!(stage.remaining(), ["the throttle stays"]);
     // Undoing again has nothing more to end.
     let RolledBack { server, payload, .. } = stage.roll_back();
     assert!(server.is_none() && payload.is_none());
-    assert_eq!(stage.undone(), Undo::Done);
+    assert!(stage.remaining().is_empty());
 }

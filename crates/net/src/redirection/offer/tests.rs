@@ -1,19 +1,21 @@
 use super::*;
-use crate::redirection::judge::FindingWeight;
-use crate::redirection::plan::{HostAbilities, plan};
+use crate::redirection::plan::{KernelFeatures, plan};
+use crate::redirection::preflight::FindingSeverity;
 use crate::redirection::testing::{CARD, HOME, first, ip, lan, place as place_at};
+use crate::redirection::tunnel::FreePorts;
 
-const OF: RedirectedMove<'static> = RedirectedMove { migration: "web#3", epoch: 3 };
-const NEXT: RedirectedMove<'static> = RedirectedMove { migration: "web#4", epoch: 4 };
+const OF: MigrationRef<'static> = MigrationRef { migration: "web#3", epoch: 3 };
+const NEXT: MigrationRef<'static> = MigrationRef { migration: "web#4", epoch: 4 };
 
 fn facts(host: u8) -> RedirectionFacts {
     RedirectionFacts {
         tunnels: TunnelKind::ALL.into(),
-        abilities: HostAbilities { has_egress: true, ..HostAbilities::default() },
+        kernel_features: KernelFeatures { has_egress: true, ..KernelFeatures::default() },
         own: vec![Prefix { address: ip(&format!("10.{host}.0.2")), length: 24 }],
         path_mtu: 1500,
-        tracks: true,
+        has_conntrack: true,
         is_tap: true,
+        ports: FreePorts { vxlan: Some(7741), wireguard: Some(7750 + u16::from(host)), range: [7742, 7840] },
         ..RedirectionFacts::default()
     }
 }
@@ -24,16 +26,16 @@ fn wanted(guest: &str, public: &str) -> WantedAddress {
 
 /// Returns the offer of the guest's home to another host.
 fn offer() -> RedirectionOffer {
-    let mut place = place_at(HOME, GuestAddressing::Translated);
-    place.presence.pairs.retain(|pair| pair.guest.is_ipv4());
+    let mut place = place_at(HOME, NewAddressMode::Nat);
+    place.attachment.pairs.retain(|pair| pair.guest.is_ipv4());
     place.number = 31;
     RedirectionOffer {
         card: CARD,
         place,
         wanted: vec![wanted("10.1.0.5", "10.2.0.5")],
         number: 31,
-        old_end: ip("10.1.0.2"),
-        new_end: ip("10.2.0.2"),
+        old_endpoint: ip("10.1.0.2"),
+        new_endpoint: ip("10.2.0.2"),
         is_trusted: true,
         key: Some([1; 32]),
         facts: facts(1),
@@ -47,11 +49,11 @@ fn side<'a>(
     facts: &'a RedirectionFacts,
     records: &'a [RedirectionRecord],
 ) -> ArrivalSide<'a> {
-    ArrivalSide { host, interface: "tap1", lan: lan(network), facts, is_trusted: true, port: 7741, records }
+    ArrivalSide { host, interface: "tap1", lan: lan(network), facts, is_trusted: true, records }
 }
 
-fn codes(findings: &[RedirectionFinding], weight: FindingWeight) -> Vec<&'static str> {
-    findings.iter().filter(|found| found.weight == weight).map(|found| found.code).collect()
+fn codes(findings: &[RedirectionFinding], severity: FindingSeverity) -> Vec<&'static str> {
+    findings.iter().filter(|found| found.severity == severity).map(|found| found.code).collect()
 }
 
 #[test]
@@ -59,18 +61,18 @@ fn both_hosts_plan_what_was_offered() {
     let (offer, facts) = (offer(), facts(2));
     assert!(offer.is_valid("host1") && !offer.is_valid("host2"));
     let (redirection, findings) = agree(&offer, OF, &side("host2", 2, &facts, &[]));
-    assert_eq!(codes(&findings, FindingWeight::Blocker), Vec::<&str>::new(), "{findings:?}");
+    assert_eq!(codes(&findings, FindingSeverity::Blocker), Vec::<&str>::new(), "{findings:?}");
     let redirection = redirection.unwrap();
     assert!(offer.is_of(&redirection, OF, "host2"));
     assert!(!offer.is_of(&redirection, NEXT, "host2") && !offer.is_of(&redirection, OF, "host3"));
     let mut other = redirection.clone();
-    other.legs[0].presence.lan.bridge = Some("br9".to_owned());
+    other.legs[0].attachment.lan.bridge = Some("br9".to_owned());
     assert!(!offer.is_of(&other, OF, "host2"), "another bridge than offered");
-    assert_eq!(redirection.place.presence.station, Names(31).station_mac());
+    assert_eq!(redirection.place.attachment.mac, KernelNames(31).proxy_mac());
     let tunnel = &redirection.legs[0].tunnel;
-    assert_eq!((tunnel.kind, tunnel.mtu, tunnel.port), (TunnelKind::Vxlan, 1450, 7741));
+    assert_eq!((tunnel.kind, tunnel.mtu, tunnel.ports), (TunnelKind::Vxlan, 1450, [7741; 2]));
     for host in ["host1", "host2"] {
-        plan(&redirection, host, &facts.abilities).unwrap();
+        plan(&redirection, host, &facts.kernel_features).unwrap();
     }
 }
 
@@ -79,34 +81,99 @@ fn an_untrusted_path_needs_encryption_and_keys() {
     let (offer, facts) = (RedirectionOffer { is_trusted: false, ..offer() }, facts(2));
     let redirection = agree(&offer, OF, &side("host2", 2, &facts, &[])).0.unwrap();
     assert!(needs_keys(&redirection));
-    plan(&redirection, "host1", &facts.abilities).unwrap_err();
+    plan(&redirection, "host1", &facts.kernel_features).unwrap_err();
+    assert_eq!(redirection.legs[0].tunnel.ports, [7751, 7752], "each host has a port of its own");
+    assert!(!offer.is_of(&redirection, OF, "host2"), "without keys");
     let with = with_keys(redirection, [1; 32], [2; 32]);
-    plan(&with, "host1", &facts.abilities).unwrap();
+    plan(&with, "host1", &facts.kernel_features).unwrap();
     assert!(offer.is_of(&with, OF, "host2"));
     assert!(!offer.is_of(&with_keys(with.clone(), [3; 32], [2; 32]), OF, "host2"), "not the key offered");
     let without = RedirectionFacts { tunnels: [TunnelKind::Vxlan].into(), ..facts };
     let (none, findings) = agree(&offer, OF, &side("host2", 2, &without, &[]));
-    assert_eq!((none, codes(&findings, FindingWeight::Blocker)), (None, vec!["tunnel-missing"]));
+    assert_eq!((none, codes(&findings, FindingSeverity::Blocker)), (None, vec!["tunnel-missing"]));
+}
+
+#[test]
+fn the_source_refuses_what_it_has_not_offered() {
+    let trusted = offer();
+    let plain = agree(&trusted, OF, &side("host2", 2, &facts(2), &[])).0.unwrap();
+    let untrusted = RedirectionOffer { is_trusted: false, ..offer() };
+    assert!(trusted.is_of(&plain, OF, "host2"));
+    assert!(!untrusted.is_of(&plain, OF, "host2"), "others could read what passes the tunnel");
+    let refuses = |change: fn(&mut Redirection)| {
+        let mut other = plain.clone();
+        change(&mut other);
+        !trusted.is_of(&other, OF, "host2")
+    };
+    assert!(refuses(|other| other.legs[0].tunnel.mtu += 1), "larger than the path");
+    assert!(!refuses(|other| other.legs[0].tunnel.mtu -= 100));
+    assert!(refuses(|other| other.legs[0].tunnel.ports = [53, 53]), "another port");
+    assert!(refuses(|other| other.legs[0].tunnel.keys = Some([[1; 32], [2; 32]])));
+    assert!(refuses(|other| other.legs.push(Leg { host: "host9".to_owned(), ..other.legs[0].clone() })));
+    let few = RedirectionFacts { tunnels: [TunnelKind::Gre].into(), ..facts(1) };
+    assert!(!RedirectionOffer { facts: few, ..offer() }.is_of(&plain, OF, "host2"), "a kind that it lacks");
+    for (address, length, is_valid) in
+        [("10.2.0.5", 32, true), ("10.2.0.5", 33, false), ("fd02::5", 128, true)]
+    {
+        let wanted = vec![WantedAddress { length: Some(length), ..wanted("10.1.0.5", address) }];
+        assert_eq!(RedirectionOffer { wanted, ..offer() }.is_valid("host1"), is_valid, "{address}/{length}");
+    }
+}
+
+#[test]
+fn a_tunnel_needs_a_port_on_both_hosts() {
+    let kind = |offer: &RedirectionOffer, facts: &RedirectionFacts| {
+        let (redirection, findings) = agree(offer, OF, &side("host2", 2, facts, &[]));
+        let blockers = findings.into_iter().filter(|found| found.severity == FindingSeverity::Blocker);
+        let texts: Vec<_> = blockers.map(|found| (found.code, found.text)).collect();
+        (redirection.map(|redirection| redirection.legs[0].tunnel.kind), texts)
+    };
+    let with = |vxlan, wireguard| {
+        let ports = FreePorts { vxlan, wireguard, ..facts(2).ports };
+        RedirectionFacts { ports, ..facts(2) }
+    };
+    assert_eq!(kind(&offer(), &with(None, Some(1))), (Some(TunnelKind::Gre), vec![]), "the next kind");
+    assert_eq!(kind(&offer(), &with(Some(9), Some(1))).0, Some(TunnelKind::Gre), "VXLANs share one port");
+    let only = |offer: RedirectionOffer, kind: TunnelKind| {
+        let facts = RedirectionFacts { tunnels: [kind].into(), ..offer.facts.clone() };
+        RedirectionOffer { facts, ..offer }
+    };
+    let untrusted = RedirectionOffer { is_trusted: false, ..offer() };
+    for (offer, facts, expected) in [
+        (&untrusted, with(Some(7741), None), "all ports of UDP for WireGuard are in use on host2"),
+        (
+            &only(offer(), TunnelKind::Vxlan),
+            with(None, None),
+            "all ports of UDP for VXLAN are in use on host2",
+        ),
+        (
+            &only(offer(), TunnelKind::Vxlan),
+            with(Some(9), None),
+            "the hosts have different ports of UDP for VXLAN: 7741 on host1, 9 on host2",
+        ),
+    ] {
+        assert_eq!(kind(offer, &facts), (None, vec![("tunnel-port", expected.to_owned())]));
+    }
 }
 
 #[test]
 fn what_stands_against_it_is_found_before_the_move() {
     let good = facts(2);
     let check = |offer: &RedirectionOffer, facts: &RedirectionFacts| {
-        codes(&agree(offer, OF, &side("host2", 2, facts, &[])).1, FindingWeight::Blocker)
+        codes(&agree(offer, OF, &side("host2", 2, facts, &[])).1, FindingSeverity::Blocker)
     };
     assert_eq!(check(&offer(), &good), Vec::<&str>::new());
     let mut unknown = offer();
-    unknown.place.presence.lan.networks.clear();
+    unknown.place.attachment.lan.subnets.clear();
     assert_eq!(check(&unknown, &good), ["network-unknown"]);
     assert_eq!(
-        check(&RedirectionOffer { new_end: ip("10.9.0.2"), ..offer() }, &good),
+        check(&RedirectionOffer { new_endpoint: ip("10.9.0.2"), ..offer() }, &good),
         ["tunnel-end-foreign"]
     );
     let used = RedirectionFacts { numbers: [31].into(), ..good.clone() };
     assert_eq!(check(&offer(), &used), ["tunnel-number"]);
-    let taken = RedirectionFacts { taken: [ip("10.2.0.5")].into(), ..good.clone() };
-    assert_eq!(check(&offer(), &taken), ["address-in-use"]);
+    let in_use = RedirectionFacts { in_use: [ip("10.2.0.5")].into(), ..good.clone() };
+    assert_eq!(check(&offer(), &in_use), ["address-in-use"]);
     let mut foreign = RedirectionOffer { wanted: vec![wanted("10.1.0.5", "10.7.0.5")], ..offer() };
     assert_eq!(check(&foreign, &good), ["address-foreign"]);
     foreign.wanted[0].length = Some(24);
@@ -120,14 +187,15 @@ fn a_guest_that_returns_is_reached_as_before() {
         host: "host1".to_owned(),
         stage: RecordStage::Active,
         redirection: redirection.clone(),
-        plan: plan(redirection, "host1", &HostAbilities::default()).unwrap(),
+        plan: plan(redirection, "host1", &KernelFeatures::default()).unwrap(),
+        is_incomplete: false,
         since_unix_ms: 5,
     };
     let offer = RedirectionOffer {
         place: former.place.clone(),
         wanted: vec![wanted("10.1.0.5", "10.1.0.5")],
-        old_end: ip("10.2.0.2"),
-        new_end: ip("10.1.0.2"),
+        old_endpoint: ip("10.2.0.2"),
+        new_endpoint: ip("10.1.0.2"),
         facts: facts(2),
         former: Some(former.clone()),
         ..offer()
@@ -135,13 +203,13 @@ fn a_guest_that_returns_is_reached_as_before() {
     let (facts, records) = (facts(1), [record(&former)]);
     let (back, findings) = agree(&offer, NEXT, &side("host1", 1, &facts, &records));
     let back = back.unwrap();
-    assert_eq!(codes(&findings, FindingWeight::Blocker), Vec::<&str>::new(), "{findings:?}");
-    assert_eq!(back.place.presence, former.legs[0].presence);
+    assert_eq!(codes(&findings, FindingSeverity::Blocker), Vec::<&str>::new(), "{findings:?}");
+    assert_eq!(back.place.attachment, former.legs[0].attachment);
     assert_eq!((back.legs.len(), back.legs[0].host.as_str()), (1, "host2"));
     assert!(offer.is_of(&back, NEXT, "host1"));
     // A host that does not know the former redirection believes nothing about its own devices.
     let (back, _) = agree(&offer, NEXT, &side("host1", 1, &facts, &[]));
-    assert_eq!(back.unwrap().place.presence.pairs.len(), 1);
+    assert_eq!(back.unwrap().place.attachment.pairs.len(), 1);
     let (_, findings) = agree(&offer, NEXT, &side("host3", 3, &facts, &[]));
-    assert!(codes(&findings, FindingWeight::Warning).contains(&"connections-end"), "{findings:?}");
+    assert!(codes(&findings, FindingSeverity::Warning).contains(&"connections-end"), "{findings:?}");
 }

@@ -1,12 +1,12 @@
 use std::collections::BTreeSet;
 
 use super::*;
-use crate::redirection::parts::GuestAddressing;
-use crate::redirection::rules::{ChainHook, RulePart};
+use crate::redirection::model::NewAddressMode;
+use crate::redirection::rules::{ChainHook, RuleExpression};
 use crate::redirection::testing::{CARD, first, ip, place};
 
-fn able() -> HostAbilities {
-    HostAbilities {
+fn able() -> KernelFeatures {
+    KernelFeatures {
         has_v6: true,
         forwards_v6_by_device: true,
         v6_forwarding: "0".to_owned(),
@@ -31,7 +31,7 @@ fn policies(plan: &HostPlan) -> Vec<&PolicyRule> {
         .collect()
 }
 
-fn parts(plan: &HostPlan) -> Vec<&RulePart> {
+fn expressions(plan: &HostPlan) -> Vec<&RuleExpression> {
     plan.objects()
         .filter_map(|object| if let KernelObject::Rules(table) = object { Some(table) } else { None })
         .flat_map(|table| table.chains.iter().flat_map(|chain| chain.rules.iter().flatten()))
@@ -45,7 +45,7 @@ fn devices(plan: &HostPlan) -> (BTreeSet<String>, BTreeSet<String>) {
         match object {
             KernelObject::Device(DeviceObject { name, kind, .. }) => {
                 made.insert(name.clone());
-                if let DeviceKind::Pair { peer, .. } = kind {
+                if let DeviceKind::Veth { peer, .. } = kind {
                     made.insert(peer.clone());
                 }
             }
@@ -62,14 +62,14 @@ fn devices(plan: &HostPlan) -> (BTreeSet<String>, BTreeSet<String>) {
                     }
                 }
             }
-            KernelObject::Setting(_) | KernelObject::Policy(_) => {}
+            KernelObject::Sysctl(_) | KernelObject::Policy(_) => {}
         }
     }
-    for part in parts(plan) {
-        if let RulePart::In(device)
-        | RulePart::NotIn(device)
-        | RulePart::NotOut(device)
-        | RulePart::Forward(device) = part
+    for part in expressions(plan) {
+        if let RuleExpression::In(device)
+        | RuleExpression::NotIn(device)
+        | RuleExpression::NotOut(device)
+        | RuleExpression::Forward(device) = part
         {
             named.insert(device.clone());
         }
@@ -108,7 +108,7 @@ fn devices_are_made_and_named_after_the_migration() {
             }
         }
         // Nothing of the host itself is changed where single devices can forward.
-        let is_global = |object: &KernelObject| matches!(object, KernelObject::Setting(setting) if setting.before.is_some());
+        let is_global = |object: &KernelObject| matches!(object, KernelObject::Sysctl(setting) if setting.before.is_some());
         assert!(!plan.objects().any(is_global));
     }
 }
@@ -116,26 +116,29 @@ fn devices_are_made_and_named_after_the_migration() {
 #[test]
 fn the_old_host_stands_in_for_the_guest() {
     let plan = plan_of(&first(), "host1");
-    let (station, mac, addresses) = plan.announced.clone().unwrap();
+    let (device, mac, addresses) = plan.announced.clone().unwrap();
     assert_eq!((mac, addresses), (CARD, vec![ip("10.1.0.5"), ip("fd01::5")]));
-    let names = Names(301);
-    assert_eq!(station, names.station());
+    let names = KernelNames(301);
+    assert_eq!(device, names.proxy_device());
     let to_guest = routes(&plan).into_iter().find(|route| route.table == names.inner_table()).unwrap();
     assert_eq!((to_guest.device.clone(), to_guest.next_hop), (names.tunnel(), Some(NEXT_HOP_V4.into())));
     let out = routes(&plan).into_iter().find(|route| route.destination == Prefix::all_like(ip("10.0.0.0")));
-    assert_eq!(out.unwrap().device, station);
-    assert!(parts(&plan).iter().all(|part| !matches!(part, RulePart::TranslateSource(_))), "its own address");
-    assert!(parts(&plan).contains(&&RulePart::LimitSegments(1410)));
-    assert!(parts(&plan).contains(&&RulePart::LimitSegments(1390)));
+    assert_eq!(out.unwrap().device, device);
+    assert!(
+        expressions(&plan).iter().all(|part| !matches!(part, RuleExpression::Snat(_))),
+        "its own address"
+    );
+    assert!(expressions(&plan).contains(&&RuleExpression::ClampMss(1410)));
+    assert!(expressions(&plan).contains(&&RuleExpression::ClampMss(1390)));
 }
 
 #[test]
 fn the_new_host_translates_and_returns_answers_by_the_tunnel() {
     let plan = plan_of(&first(), "host2");
-    let (place, leg) = (Names(20), Names(301));
+    let (place, leg) = (KernelNames(20), KernelNames(301));
     for (guest, public) in [("10.1.0.5", "10.2.0.5"), ("fd01::5", "fd02::5")] {
-        assert!(parts(&plan).contains(&&RulePart::TranslateSource(ip(public))));
-        assert!(parts(&plan).contains(&&RulePart::TranslateDestination(ip(guest))));
+        assert!(expressions(&plan).contains(&&RuleExpression::Snat(ip(public))));
+        assert!(expressions(&plan).contains(&&RuleExpression::Dnat(ip(guest))));
         let marked = PolicyRule {
             priority: MARKED_PRIORITY,
             from: Some(ip(guest)),
@@ -154,10 +157,10 @@ fn the_new_host_translates_and_returns_answers_by_the_tunnel() {
             && route.destination.length > 0
     });
     assert_eq!(former.unwrap().device, leg.tunnel());
-    let proxy = KernelObject::Proxy { device: place.wire(), address: ip("fd01::9") };
+    let proxy = KernelObject::Proxy { device: place.bypass(), address: ip("fd01::9") };
     let router = Prefix { address: ip("fe80::1"), length: 64 };
     assert!(plan.prepared.contains(&proxy));
-    assert!(plan.prepared.contains(&KernelObject::Address { device: place.wire(), address: router }));
+    assert!(plan.prepared.contains(&KernelObject::Address { device: place.bypass(), address: router }));
     let isolated = |object: &KernelObject| match object {
         KernelObject::Rules(table) => {
             table.chains.iter().any(|chain| chain.hook == ChainHook::Egress("tap0".to_owned()))
@@ -170,44 +173,48 @@ fn the_new_host_translates_and_returns_answers_by_the_tunnel() {
 #[test]
 fn a_guest_with_both_addresses_is_not_translated() {
     let mut redirection = first();
-    redirection.addressing = GuestAddressing::Both;
-    redirection.place = place(2, GuestAddressing::Both);
+    redirection.addressing = NewAddressMode::Configured;
+    redirection.place = place(2, NewAddressMode::Configured);
     let plan = plan_of(&redirection, "host2");
     assert_eq!(plan.announced, None, "the guest itself has its new address");
-    let translates = |part: &&RulePart| {
-        matches!(
-            part,
-            RulePart::TranslateSource(_) | RulePart::TranslateDestination(_) | RulePart::SetMark(_)
-        )
+    let translates = |part: &&RuleExpression| {
+        matches!(part, RuleExpression::Snat(_) | RuleExpression::Dnat(_) | RuleExpression::SetMark(_))
     };
-    assert!(!parts(&plan).iter().any(translates));
+    assert!(!expressions(&plan).iter().any(translates));
     let back = policies(&plan).into_iter().find(|rule| rule.from == Some(ip("10.1.0.5"))).unwrap();
-    assert_eq!((back.mark, back.table), (None, Names(301).tunnel_table()));
+    assert_eq!((back.mark, back.table), (None, KernelNames(301).tunnel_table()));
     assert!(policies(&plan).iter().all(|rule| rule.from != Some(ip("10.2.0.5"))));
-    assert!(parts(&plan).contains(&&RulePart::Source(ip("10.1.0.5"))), "only its old address takes the wire");
+    assert!(
+        expressions(&plan).contains(&&RuleExpression::Source(ip("10.1.0.5"))),
+        "only its old address takes the bypass"
+    );
 }
 
 #[test]
-fn a_host_that_routes_has_no_station() {
+fn a_host_that_routes_has_no_proxy_device() {
     let mut redirection = first();
-    redirection.place.presence.lan.bridge = None;
+    redirection.place.attachment.lan.bridge = None;
     let plan = plan_of(&redirection, "host2");
     assert_eq!(plan.announced, None);
-    let names = Names(20);
-    assert!(!devices(&plan).0.contains(&names.station()));
-    assert!(!parts(&plan).iter().any(|part| matches!(part, RulePart::NotIn(_) | RulePart::NotTracked)));
+    let names = KernelNames(20);
+    assert!(!devices(&plan).0.contains(&names.proxy_device()));
+    assert!(
+        !expressions(&plan)
+            .iter()
+            .any(|part| matches!(part, RuleExpression::NotIn(_) | RuleExpression::Notrack))
+    );
     // Its former neighbours are still behind the tunnel.
     assert!(routes(&plan).iter().any(|route| route.table == names.lan_table()));
 }
 
 #[test]
 fn older_kernels_forward_as_a_whole_and_are_restored() {
-    let abilities = HostAbilities { forwards_v6_by_device: false, ..able() };
-    let plan = plan(&first(), "host1", &abilities).unwrap();
+    let kernel_features = KernelFeatures { forwards_v6_by_device: false, ..able() };
+    let plan = plan(&first(), "host1", &kernel_features).unwrap();
     let global: Vec<_> = plan
         .objects()
         .filter_map(|object| match object {
-            KernelObject::Setting(SettingObject { path, value, before: Some(before) }) => {
+            KernelObject::Sysctl(Sysctl { path, value, before: Some(before) }) => {
                 Some((path.as_str(), value.as_str(), before.as_str()))
             }
             _ => None,
@@ -227,7 +234,7 @@ fn a_plan_needs_a_part_numbers_and_keys() {
     assert_eq!(of(&good, "host3"), NoPlan::NotInvolved("host3".to_owned()));
     let none = Redirection { legs: Vec::new(), ..good.clone() };
     assert_eq!(of(&none, "host1"), NoPlan::NotInvolved("host1".to_owned()));
-    let both = Redirection { addressing: GuestAddressing::Both, ..none };
+    let both = Redirection { addressing: NewAddressMode::Configured, ..none };
     assert_eq!(of(&both, "host2"), NoPlan::Legs(0));
     let twice = [good.legs.clone(), good.legs.clone()].concat();
     assert_eq!(of(&Redirection { legs: twice, ..good.clone() }, "host1"), NoPlan::Numbers);
@@ -248,20 +255,22 @@ fn a_plan_needs_a_part_numbers_and_keys() {
     assert_eq!((peer("host1"), peer("host2")), (Some(2), Some(1)), "each has the other's key");
     let plan = plan(&keyless, "host1", &able()).unwrap();
     assert!(
-        routes(&plan).iter().all(|route| route.next_hop.is_none() || route.device == Names(301).station())
+        routes(&plan)
+            .iter()
+            .all(|route| route.next_hop.is_none() || route.device == KernelNames(301).proxy_device())
     );
 }
 
 #[test]
 fn translation_outlives_old_connections() {
     let before = plan_of(&first(), "host2");
-    let settled = crate::redirection::onward::settled(&first()).unwrap();
-    let plan = plan_of(&settled, "host2");
+    let without_legs = crate::redirection::next_move::without_legs(&first()).unwrap();
+    let plan = plan_of(&without_legs, "host2");
     let (made, named) = devices(&plan);
-    let tunnel = Names(first().legs[0].number).tunnel();
+    let tunnel = KernelNames(first().legs[0].number).tunnel();
     assert!(devices(&before).0.contains(&tunnel) && !made.contains(&tunnel));
     assert!(named.is_subset(&made.iter().cloned().chain(["tap0".to_owned(), "br0".to_owned()]).collect()));
-    assert!(parts(&plan).contains(&&RulePart::TranslateSource(ip("10.2.0.5"))));
+    assert!(expressions(&plan).contains(&&RuleExpression::Snat(ip("10.2.0.5"))));
     let answered = |plan: &HostPlan| {
         let proxy = |object: &&KernelObject| {
             matches!(object, KernelObject::Proxy { .. } | KernelObject::Address { .. })

@@ -47,7 +47,7 @@ fn steps(rounds: &mut Rounds, facts: RoundContext) -> Vec<RoundStep> {
     }
 }
 
-fn is_stop(step: Option<&RoundStep>, expected: RoundsEnd) -> bool {
+fn is_stop(step: Option<&RoundStep>, expected: SwitchoverKind) -> bool {
     matches!(step, Some(RoundStep::Stop { ending, .. }) if *ending == expected)
 }
 
@@ -78,7 +78,7 @@ fn few_pages_stop_the_guest_once_notices_are_handled() {
     let mut rounds = rounds_after(1, scan(FEW));
     let steps = steps(&mut rounds, OPEN);
     assert_eq!(steps[0], RoundStep::CheckControl);
-    assert!(is_stop(steps.get(1), RoundsEnd::LastRound), "{steps:?}");
+    assert!(is_stop(steps.get(1), SwitchoverKind::StopAndCopy), "{steps:?}");
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn many_pages_are_discarded_before_post_copy() {
     // Pages that were written since the last discard remain.
     let steps = steps(&mut rounds, DISCARDED);
     assert_eq!(steps[..2], [RoundStep::CheckControl, RoundStep::Discard]);
-    assert!(is_stop(steps.get(2), RoundsEnd::PostCopy), "{steps:?}");
+    assert!(is_stop(steps.get(2), SwitchoverKind::PostCopy), "{steps:?}");
 }
 
 #[test]
@@ -119,11 +119,11 @@ fn control_stream_that_is_lost_late_prevents_the_stop() {
 fn deferred_memory_is_taken_back_before_any_stop() {
     for dirty in [FEW, MANY] {
         let mut rounds = rounds_after(1, scan(dirty));
-        assert_eq!(rounds.next_step(DEFERRED), RoundStep::TakeBack);
+        assert_eq!(rounds.next_step(DEFERRED), RoundStep::ReclaimDeferred);
         // Until that is reported, nothing else follows.
-        assert_eq!(rounds.next_step(DEFERRED), RoundStep::TakeBack);
-        rounds.taken_back(hybrid(1));
-        assert_eq!(rounds.next_step(OPEN), RoundStep::SendTakenBack);
+        assert_eq!(rounds.next_step(DEFERRED), RoundStep::ReclaimDeferred);
+        rounds.deferred_reclaimed(hybrid(1));
+        assert_eq!(rounds.next_step(OPEN), RoundStep::SendReclaimed);
         // No policy learns of that round.
         assert_eq!(rounds.scanned(|| unreachable!("no round is observed")), None);
         assert_eq!(rounds.next_step(OPEN), RoundStep::Send);

@@ -13,12 +13,12 @@ fn guest_lost_before_all_was_sent_is_given_up() {
     let mut peer = world.accept();
     driver.record_reason("QEMU ended");
     driver.phases_ended(&SourceEvent::QemuDied);
-    assert_eq!(driver.settle(), SourceState::Aborted);
+    assert_eq!(driver.run_to_end(), SourceState::Aborted);
     assert_eq!(world.state(), State::Source(SourceState::Aborted));
     assert!(matches!(peer.receive_until_closed()[..], [Message::Inquire { .. }, Message::Abort { .. }]));
     let (outcome, reason) = controls.report(|report| (report.outcome, report.reason.clone()));
     assert_eq!(outcome, Outcome::Ended);
-    assert_eq!(reason.as_deref(), Some("QEMU ended"), "nobody is asked any more");
+    assert_eq!(reason.as_deref(), Some("QEMU ended"), "QEMU is not queried any more");
 }
 
 /// The destination may be ready with the only copy.
@@ -30,7 +30,7 @@ fn a_guest_that_is_lost_after_all_of_it_was_sent_may_be_there() {
     let mut peer = world.accept();
     driver.session.set_may_have_all(true);
     driver.phases_ended(&SourceEvent::QemuDied);
-    let settled = thread::spawn(move || driver.settle());
+    let end_state = thread::spawn(move || driver.run_to_end());
     peer.receive_until(|message| matches!(message, Message::Inquire { .. }));
     peer.send_message(&Message::Ready {
         epoch: Epoch(1),
@@ -40,23 +40,24 @@ fn a_guest_that_is_lost_after_all_of_it_was_sent_may_be_there() {
     });
     peer.receive_until(|message| matches!(message, Message::Go { .. }));
     peer.send_message(&running());
-    assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
+    assert!(matches!(end_state.join().unwrap(), SourceState::Done { .. }));
 }
 
 /// Pages that the destination still needs are gone with QEMU: it could not run the guest, and must not begin.
 #[test]
 fn guest_lost_before_committed_with_post_copy_is_given_up() {
     let regions = [None, Some(vec![])];
-    for (later, is_lost) in regions.into_iter().zip([false, true]) {
+    for (post_copied_regions, is_lost) in regions.into_iter().zip([false, true]) {
         let world = World::new();
         let (mut driver, ..) = driver(&world, STOPPED, None);
         let (boot_id, process) = (world.context.boot_id.clone(), None);
-        let details = SourceDetails { boot_id, accepted: true, later, process, vm_ended: false };
+        let details =
+            SourceDetails { boot_id, accepted: true, post_copied_regions, process, vm_ended: false };
         let found = driver.found_gone(QemuAtStart::Gone, Some(&details));
-        let settled = thread::spawn(move || driver.run_on(found));
+        let end_state = thread::spawn(move || driver.run_on(found));
         let mut peer = world.accept();
         if is_lost {
-            assert_eq!(settled.join().unwrap(), SourceState::Aborted);
+            assert_eq!(end_state.join().unwrap(), SourceState::Aborted);
             assert!(matches!(
                 peer.receive_until_closed()[..],
                 [Message::Inquire { .. }, Message::Abort { .. }]
@@ -64,7 +65,7 @@ fn guest_lost_before_committed_with_post_copy_is_given_up() {
         } else {
             peer.receive_until(|message| matches!(message, Message::Inquire { .. }));
             peer.send_message(&Message::Refused { epoch: Epoch(1), reason: String::new() });
-            assert_eq!(settled.join().unwrap(), SourceState::Aborted);
+            assert_eq!(end_state.join().unwrap(), SourceState::Aborted);
         }
     }
 }
@@ -78,14 +79,14 @@ fn memory_that_cannot_be_read_keeps_no_event_waiting() {
     let (mut driver, mailbox, _) = driver(&world, state, None);
     let vm = SourceVm::find(&world.context, &qemu.record()).unwrap();
     let region = serde_json::json!({ "name": "ram", "bytes": 4096, "page_bytes": 4096, "address": 4096 });
-    let later = Some(vec![serde_json::from_value(region).unwrap()]);
+    let post_copied_regions = Some(vec![serde_json::from_value(region).unwrap()]);
     let (boot_id, process) = (world.context.boot_id.clone(), None);
-    let details = SourceDetails { boot_id, accepted: true, later, process, vm_ended: false };
+    let details = SourceDetails { boot_id, accepted: true, post_copied_regions, process, vm_ended: false };
     mailbox.put(SourceNotice::Event(SourceEvent::OperatorDecided(OperatorDecision::RunElsewhere)));
-    let (settled, settles) = mpsc::channel();
+    let (end_state, settles) = mpsc::channel();
     thread::spawn(move || {
         let found = driver.found_with(vm, Some(&details));
-        settled.send(driver.run_on(found)).unwrap();
+        end_state.send(driver.run_on(found)).unwrap();
     });
     let state = settles.recv_timeout(host::testing::PATIENCE).expect("the decision waits for the memory");
     assert!(matches!(state, SourceState::Done { .. }), "{state:?}");

@@ -21,7 +21,7 @@ pub(super) struct DiskWriteThrottle {
     first: Option<Written>,
     last: Option<WriteSample>,
     cap: DiskWriteLimit,
-    drained: SendingRate,
+    sending_rate: SendingRate,
 }
 
 /// Counters of one sample.
@@ -46,7 +46,7 @@ impl DiskWriteThrottle {
             first: None,
             last: None,
             cap: DiskWriteLimit::default(),
-            drained: SendingRate::default(),
+            sending_rate: SendingRate::default(),
         })
     }
 
@@ -59,14 +59,15 @@ impl DiskWriteThrottle {
     pub(super) fn record_sent(&mut self, stats: &RoundStats) {
         let there = stats.contents.reference + stats.contents.delta;
         let pages = stats.contents.pages() - stats.contents.empty();
-        self.drained.learn(pages, there, stats.duration_us);
+        self.sending_rate.learn(pages, there, stats.duration_us);
     }
 
     /// Returns how many of `all` pages are sent between two samples: as many as are sent in two seconds, but not more
     /// parts than a report can have.
     pub(super) fn part_pages(&self, all: u64) -> u64 {
         const MOST_PARTS: u64 = 100;
-        let two_seconds = self.drained.bytes_per_s().map_or(0, |rate| rate.saturating_mul(2) / PAGE_BYTES);
+        let two_seconds =
+            self.sending_rate.bytes_per_s().map_or(0, |rate| rate.saturating_mul(2) / PAGE_BYTES);
         two_seconds.max(all / MOST_PARTS).max(LEAST_PAGES)
     }
 
@@ -94,7 +95,7 @@ impl DiskWriteThrottle {
             writes: written.writes.saturating_sub(first.writes),
             written_bytes_per_s: per_s(now.written_bytes, last.written_bytes),
             dirtied_bytes_per_s: per_s(now.dirtied_bytes, last.dirtied_bytes),
-            drained_bytes_per_s: self.drained.bytes_per_s(),
+            sent_bytes_per_s: self.sending_rate.bytes_per_s(),
         };
         let cap = self.policy.decide_on(observed);
         if cap == self.cap {
@@ -124,7 +125,7 @@ mod tests {
                 duration_us: 1_000_000,
                 ..RoundStats::default()
             });
-            write_throttle.drained.bytes_per_s()
+            write_throttle.sending_rate.bytes_per_s()
         };
         assert_eq!(rate(30_000, 0, 0), Some(30_000 * PAGE_BYTES));
         assert_eq!(rate(20_000, 5_000, 5_000), Some(20_000 * PAGE_BYTES));

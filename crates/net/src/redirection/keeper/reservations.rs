@@ -1,0 +1,81 @@
+//! Reservations of a migration for its end of a tunnel, before there is a record: a port of UDP, and a private key.
+
+use std::collections::BTreeSet;
+use std::io;
+
+use super::{RedirectionError, RedirectionKeeper};
+use crate::redirection::kernel_names::KernelNames;
+use crate::redirection::record::{RedirectionRecord, ReservedEnd};
+use crate::redirection::tunnel::{FreePorts, Key, TunnelKind, TunnelPorts};
+use crate::redirection::wireguard;
+
+impl RedirectionKeeper {
+    /// Returns the ports for the next tunnel.
+    pub fn free_ports(&self, ports: TunnelPorts) -> Result<FreePorts, RedirectionError> {
+        let records = self.records()?;
+        let is_shared =
+            |record: &RedirectionRecord| record.own_ports(TunnelKind::Vxlan).any(|port| port == ports.vxlan);
+        let has_vxlan = records.iter().any(is_shared) || self.kernel.is_port_free(ports.vxlan);
+        Ok(FreePorts {
+            vxlan: has_vxlan.then_some(ports.vxlan),
+            wireguard: self.free_port(&records, ports.wireguard)?,
+            range: ports.wireguard,
+        })
+    }
+
+    fn free_port(
+        &self,
+        records: &[RedirectionRecord],
+        [first, last]: [u16; 2],
+    ) -> Result<Option<u16>, RedirectionError> {
+        let mut used: BTreeSet<_> =
+            records.iter().flat_map(|record| record.own_ports(TunnelKind::WireGuard)).collect();
+        for migration in self.files(self.store.ends())? {
+            match self.store.end(&migration) {
+                // It was not needed, and has been removed since.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                end => drop(used.insert(self.files(end)?.port)),
+            }
+        }
+        Ok((first..=last).find(|port| !used.contains(port) && self.kernel.is_port_free(*port)))
+    }
+
+    /// Reserves a port for this host's end of a migration's tunnel of `WireGuard`, and makes a private key. Returns the public
+    /// one and the port; none if no port is free. Both are kept until the end of the redirection, or until
+    /// [`forget_key`](Self::forget_key).
+    pub fn reserve(
+        &self,
+        migration: &str,
+        number: u32,
+        ports: TunnelPorts,
+    ) -> Result<Option<(Key, u16)>, RedirectionError> {
+        let _changing = self.lock();
+        let Some(port) = self.free_port(&self.records()?, ports.wireguard)? else { return Ok(None) };
+        let end = ReservedEnd { key: self.files(wireguard::private_key())?, port };
+        self.files(self.store.put_end(migration, &end))?;
+        match self.kernel.public_key(&end.key, &KernelNames(number).tunnel()) {
+            Ok(public) => Ok(Some((public, port))),
+            Err(source) => {
+                self.forget_key(migration)?;
+                Err(RedirectionError::Kernel { object: "a public key".to_owned(), source })
+            }
+        }
+    }
+
+    /// Forgets what a migration has reserved for a tunnel that is not made.
+    pub fn forget_key(&self, migration: &str) -> Result<(), RedirectionError> {
+        self.files(self.store.remove_end(migration))
+    }
+
+    /// Forgets what migrations have reserved that no record names, and that are not open.
+    pub fn forget_unused_keys(&self, is_open: impl Fn(&str) -> bool) -> Result<(), RedirectionError> {
+        let _changing = self.lock();
+        self.files(self.store.remove_unwritten())?;
+        let records = self.records()?;
+        let is_used = |migration: &str| {
+            is_open(migration) || records.iter().any(|record| record.redirection.migration == migration)
+        };
+        let reserved = self.files(self.store.ends())?;
+        reserved.iter().filter(|name| !is_used(name)).try_for_each(|name| self.forget_key(name))
+    }
+}

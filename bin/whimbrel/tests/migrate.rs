@@ -9,22 +9,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use common::{
-    Accel, Cluster, DEADLINE, Device, Disk, Environment, GuestSpec, Load, QemuVersion, Ram, Setup, until,
+    Accel, Cluster, DEADLINE, Device, Disk, Environment, GuestSpec, Load, QemuVersion, Ram, Setup, busy,
+    until,
 };
 use lab::{Direction, Net, disk, not_tried};
-
-/// Returns the load of a guest that writes during its migration.
-fn busy() -> Load {
-    // It reads memory and disks as fast as it can, to find what is wrong for a moment only.
-    Load {
-        fill_mib: 96,
-        wss_mib: 24,
-        rate_mib_per_s: 30,
-        verify_mib_per_s: 32,
-        disk_pause_ms: 0,
-        ..Load::default()
-    }
-}
 
 fn newest(environment: &Environment) -> QemuVersion {
     *environment.qemu_versions().last().unwrap()

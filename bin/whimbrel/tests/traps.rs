@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
 use common::{
-    Accel, Cluster, CommandOutput, DEADLINE, Device, Guest, GuestSpec, Load, QemuVersion, Ram, Setup, until,
+    Accel, Cluster, CommandOutput, DEADLINE, Device, Guest, GuestSpec, Load, QemuVersion, Ram, Setup, busy,
+    until,
 };
 use lab::{Monitor, Net, disk, not_tried};
 use serde_json::{Value, json};
@@ -21,19 +22,6 @@ use tracee::{AddressRange, Process};
 
 /// A user without any privilege.
 const NOBODY: u32 = 65534;
-
-/// Returns the load of a guest that writes during its migration.
-fn busy() -> Load {
-    // It reads memory and disks as fast as it can, to find what is wrong for a moment only.
-    Load {
-        fill_mib: 96,
-        wss_mib: 24,
-        rate_mib_per_s: 30,
-        verify_mib_per_s: 32,
-        disk_pause_ms: 0,
-        ..Load::default()
-    }
-}
 
 /// Returns the largest mapping of a QEMU, except for its generated code: its guest's RAM.
 fn ram_of(qemu: &Process) -> Mapping {

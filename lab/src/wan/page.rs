@@ -39,15 +39,12 @@ pub fn plots(results: &WanResults, directory: &Path) -> Result<Vec<String>> {
 }
 
 fn bar(result: &WanResult, is_back: bool) -> PlotBar {
-    let spread = spread(result, is_back, |one| Some(one.silence_ms));
-    let downtime = spread_or_none(self::spread(result, is_back, |one| Some(one.downtime_ms)));
-    let parts =
-        vec![("downtime", downtime), ("beyond the downtime", (spread_or_none(spread) - downtime).max(0.0))];
-    PlotBar { label: format!("{}: {}", result.case.name, way(is_back)), parts, spread }
-}
-
-fn spread_or_none(spread: Option<Spread>) -> f64 {
-    spread.map_or(0.0, |spread| spread.median)
+    let silence = spread(result, is_back, |one| Some(one.silence_ms));
+    let median = |spread: Option<Spread>| spread.map_or(0.0, |spread| spread.median);
+    let downtime = median(spread(result, is_back, |one| Some(one.downtime_ms)));
+    let beyond = (median(silence) - downtime).max(0.0);
+    let parts = vec![("downtime", downtime), ("beyond the downtime", beyond)];
+    PlotBar { label: format!("{}: {}", result.case.name, way(is_back)), parts, spread: silence }
 }
 
 fn way(is_back: bool) -> &'static str {

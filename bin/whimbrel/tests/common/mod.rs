@@ -41,6 +41,18 @@ pub use storage::{LoopDevice, SmallFileSystem};
 /// The program under test.
 pub const WHIMBREL: &str = env!("CARGO_BIN_EXE_whimbrel");
 
+/// Returns a load that writes, and reads memory and disks as fast as it can, to find what is wrong for a moment only.
+pub fn busy() -> Load {
+    Load {
+        fill_mib: 96,
+        wss_mib: 24,
+        rate_mib_per_s: 30,
+        verify_mib_per_s: 32,
+        disk_pause_ms: 0,
+        ..Load::default()
+    }
+}
+
 /// Differences of a cluster to the usual one.
 #[derive(Clone, Debug)]
 pub struct Setup {

@@ -189,8 +189,8 @@ impl Updater {
         Ok(change_set)
     }
 
-    /// Removes the file, and lets the thread end by itself: nobody waits for a server. It begins nothing any more; what it
-    /// has sent may have an effect.
+    /// Removes the file, and lets the thread end by itself, so that the caller waits for no server. The thread sends no
+    /// further update; one that it has sent already may have an effect.
     ///
     /// # Errors
     /// If the file cannot be removed.

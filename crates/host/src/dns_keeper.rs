@@ -293,7 +293,7 @@ impl DnsKeeper {
         }
         match step {
             Step::Wait => {}
-            // A driver may have named another one meanwhile: the next look decides about that.
+            // A driver may have set another goal meanwhile: the next call decides about that.
             Step::SetGoal(next) => self.update(id, |held| {
                 if held.updater.goal() == goal {
                     held.set_goal(next);

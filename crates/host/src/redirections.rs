@@ -122,7 +122,7 @@ pub fn stands(context: &Context, migration: &MigrationId) -> bool {
 }
 
 /// Ends the old connections of a VM on this host, at a user's request; with `all`, also the translation of its new
-/// addresses. Returns the migrations of its redirections. The VM must not be in a migration, nor begin one meanwhile.
+/// addresses. Returns the migrations of its redirections. The VM must not be in a migration, nor begin one before this returns.
 pub fn end_of_vm(context: &Context, vm: &VmName, all: bool) -> Result<Vec<MigrationId>, RedirectionError> {
     let keeper = &context.redirections;
     let mut released = Vec::new();
@@ -160,11 +160,11 @@ pub struct RedirectionReaper {
 /// Action on a redirection whose VM is in no migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reaping {
-    /// The outcome of its migration decides: nobody could confirm it, or undo it.
+    /// Confirmation or removal, by the outcome of its migration, which has ended without either.
     Decide,
-    /// Objects that could not be made are made.
+    /// Completion of objects that could not be made.
     Complete,
-    /// It ends as far as the reason allows; without one, wholly.
+    /// End, as far as the reason allows; without a reason, of the whole redirection.
     End(Option<TeardownReason>),
 }
 
@@ -282,7 +282,7 @@ fn act(context: &Context, record: RedirectionRecord, action: Reaping) {
     }
 }
 
-/// Makes a prepared redirection active: the VM has moved, and nobody could say so.
+/// Makes a prepared redirection active, whose VM has moved while no agent could confirm it.
 fn confirm(keeper: &RedirectionKeeper, mut record: RedirectionRecord) -> Result<(), RedirectionError> {
     let switched = keeper.switch(&mut record);
     keeper.confirm(&mut record).and(switched)

@@ -127,7 +127,7 @@ impl Installed {
         let (removed, wanted) = self.sort(changes, &mut result)?;
         let lines = removed.iter().cloned().map(EntryChange::Remove);
         self.list(lines.chain(wanted.iter().cloned().map(EntryChange::Install)));
-        // After an error nobody knows which of them the kernel has taken, or still has: all of them count as installed.
+        // After an error it is not known which of them the kernel has: all of them count as installed.
         let both = removed.iter().chain(&wanted);
         self.entries.extend(both.map(|entry| (entry.key(), entry.clone())));
         self.table.remove(&removed)?;

@@ -18,7 +18,7 @@ pub enum Overload {
 /// Power of a host that is off, where the growth of power is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WakePower {
-    /// That of a host that is idle: as in CloudSim, where waking a host is free for this comparison.
+    /// Power of an idle host, as in CloudSim: waking a host is free for this comparison.
     LikeIdle,
     /// None, so that waking a host costs what it needs when idle.
     Zero,

@@ -17,7 +17,7 @@ use crate::send::SourceRam;
 /// End of a connection for page requests.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestsEnd {
-    /// Nothing is missing any more.
+    /// End because the destination has all pages.
     #[error("the destination has all pages")]
     Complete,
     /// The connection has ended.

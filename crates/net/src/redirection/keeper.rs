@@ -18,7 +18,7 @@
 //!
 //! All calls are for the network namespace of the calling thread. Clones share a lock: no two of them change records, or
 //! sysctls of the host as a whole, at the same time. A switch takes no lock and writes nothing, because the guest waits for
-//! it; nobody else changes the redirections of a card as long as one is prepared for it.
+//! it; as long as a redirection is prepared for a card, only its migration changes redirections of this card.
 
 mod error;
 mod reservations;

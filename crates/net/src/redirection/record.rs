@@ -97,7 +97,7 @@ pub struct ReservedEnd {
 }
 
 impl fmt::Debug for ReservedEnd {
-    /// Nobody else learns the key.
+    /// Leaves the private key out, so that no log has it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ReservedEnd").field("port", &self.port).finish_non_exhaustive()
     }

@@ -376,6 +376,7 @@ impl Participant for Disks {
              migration that copies its disks removes both",
         )
     }
+
     fn running(&mut self) {}
 
     fn finish(&mut self) {

@@ -112,6 +112,7 @@ impl Participant for DnsRecords {
         self.put_into_report();
         UndoResult::Done
     }
+
     fn running(&mut self) {}
 
     /// With post-copy this comes after the last page; the keeper finds in the journal that the guest runs, before that.

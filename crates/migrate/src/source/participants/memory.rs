@@ -156,6 +156,7 @@ impl Participant for Memory {
         self.tracking = Tracking::Off;
         UndoResult::Done
     }
+
     fn running(&mut self) {}
 
     fn finish(&mut self) {}

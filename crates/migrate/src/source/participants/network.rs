@@ -297,6 +297,7 @@ impl Participant for Network {
         }
         UndoResult::Done
     }
+
     fn running(&mut self) {}
 
     fn finish(&mut self) {

@@ -53,6 +53,8 @@ pub(crate) const CLIENT_GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 93, 0, 254);
 
 /// The hosts, in the order in which they are drawn above.
 const HOSTS: [&str; 5] = ["a", "b", "witness", "router", "client"];
+/// Name of a host that only some laboratories have.
+const THIRD: &str = "c";
 
 /// The link between the two hosts.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -144,13 +146,7 @@ impl Lab {
         Self::down(config)?;
         let mut lab = Self::handle(config)?;
         fs::create_dir_all(&lab.directory).context(|| format!("cannot make {}", lab.directory.display()))?;
-        for host in lab.hosts() {
-            fs::create_dir_all(host.directory())
-                .context(|| format!("cannot make {}", host.directory().display()))?;
-            run(Command::new("ip").args(["netns", "add", host.namespace()]))?;
-            silence_ipv6(host)?;
-            host.run(&["ip", "link", "set", "dev", "lo", "up"])?;
-        }
+        lab.hosts().into_iter().try_for_each(make)?;
         lab.connect_witness()?;
         lab.connect_vms()?;
         lab.connect_client()?;
@@ -180,7 +176,8 @@ impl Lab {
     pub fn down(config: &LabConfig) -> Result<()> {
         // The paths removed below contain the prefix: it must not lead to another directory.
         config.check()?;
-        namespaces(&config.prefix, &HOSTS)?.iter().try_for_each(|name| remove_namespace(name))?;
+        let names = [&HOSTS[..], &[THIRD]].concat();
+        namespaces(&config.prefix, &names)?.iter().try_for_each(|name| remove_namespace(name))?;
         match fs::remove_dir_all(&config.directory) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                 Err(error).context(|| format!("cannot remove {}", config.directory.display()))
@@ -192,6 +189,14 @@ impl Lab {
     /// Keeps it up when this is dropped. An emulated link ends with this process all the same.
     pub fn keep(&mut self) {
         self.kept = true;
+    }
+
+    /// Makes a third host, whose bridge for VMs is connected with the router alone. It ends with the laboratory.
+    pub fn add_third_host(&self) -> Result<Host> {
+        let host = Host::new(&self.prefix, THIRD, &self.directory, &[]);
+        make(&host)?;
+        self.connect_third(&host)?;
+        Ok(host)
     }
 
     /// Returns all its hosts, in the order in which they are drawn above.
@@ -340,6 +345,14 @@ impl Lab {
             client: host(HOSTS[4], &[CLIENT]),
         })
     }
+}
+
+/// Makes the namespace and the directory of a host.
+fn make(host: &Host) -> Result<()> {
+    fs::create_dir_all(host.directory()).context(|| format!("cannot make {}", host.directory().display()))?;
+    run(Command::new("ip").args(["netns", "add", host.namespace()]))?;
+    silence_ipv6(host)?;
+    host.run(&["ip", "link", "set", "dev", "lo", "up"]).map(drop)
 }
 
 impl Drop for Lab {

@@ -24,6 +24,7 @@ pub mod pool;
 pub mod preflight;
 pub mod ram;
 pub mod redirections;
+pub mod repointing;
 mod runtime_files;
 mod source_vm;
 pub mod templates;

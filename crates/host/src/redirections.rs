@@ -113,12 +113,26 @@ pub(crate) fn migration_named(name: &str) -> Option<MigrationId> {
     Some(MigrationId { vm: VmName::new(vm).ok()?, epoch: Epoch(epoch.parse().ok()?) })
 }
 
-/// Returns true if this host has its part of the redirection of a migration, or is about to have it.
-pub fn stands(context: &Context, migration: &MigrationId) -> bool {
-    let record = record_of(&context.redirections, migration);
+/// What a host says of its part of the redirection of a migration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Standing {
+    /// True if it has its part, or is about to have it.
+    pub(crate) stands: bool,
+    /// True if it is in effect for good: the guest has moved.
+    pub(crate) confirmed: bool,
+}
+
+/// Returns what this host says of its part of the redirection of a migration.
+pub(crate) fn standing(context: &Context, migration: &MigrationId) -> Standing {
     // What cannot be read is not ended for that.
-    let serves = |record: RedirectionRecord| record.stage != RecordStage::Ending && has_legs(&record);
-    record.map_or(true, |record| record.is_some_and(serves))
+    let Ok(record) = record_of(&context.redirections, migration) else {
+        return Standing { stands: true, confirmed: false };
+    };
+    let serves = |record: &RedirectionRecord| record.stage != RecordStage::Ending && has_legs(record);
+    Standing {
+        stands: record.as_ref().is_some_and(serves),
+        confirmed: record.is_some_and(|record| record.stage == RecordStage::Active),
+    }
 }
 
 /// Ends the old connections of a VM on this host, at a user's request; with `all`, also the translation of its new
@@ -260,7 +274,7 @@ fn act_if_unchanged(context: &Context, record: &RedirectionRecord, action: Reapi
 fn act(context: &Context, record: RedirectionRecord, action: Reaping) {
     let (keeper, migration) = (&context.redirections, record.redirection.migration.clone());
     let (what, why, done) = match action {
-        Reaping::Decide => match has_moved(context, &migration) {
+        Reaping::Decide => match has_moved(context, &record) {
             None => return,
             Some(true) => ("confirmed", "its migration has succeeded", confirm(keeper, record)),
             Some(false) => ("removed", "its migration has ended without it", keeper.remove(&record)),
@@ -282,22 +296,42 @@ fn act(context: &Context, record: RedirectionRecord, action: Reaping) {
     }
 }
 
-/// Makes a prepared redirection active, whose VM has moved while no agent could confirm it.
-fn confirm(keeper: &RedirectionKeeper, mut record: RedirectionRecord) -> Result<(), RedirectionError> {
+/// Makes a prepared redirection active, whose VM has moved.
+pub(crate) fn confirm(
+    keeper: &RedirectionKeeper,
+    mut record: RedirectionRecord,
+) -> Result<(), RedirectionError> {
     let switched = keeper.switch(&mut record);
     keeper.confirm(&mut record).and(switched)
 }
 
 /// Returns true if the VM of a migration that is over is at its destination, as far as this host knows; none if the journal
-/// cannot be read.
-fn has_moved(context: &Context, migration: &str) -> Option<bool> {
-    let Some(id) = migration_named(migration) else { return Some(false) };
-    let record = context.journal.migration(&id).ok()?;
-    let state = record.map(|record| record.state);
+/// cannot be read, or other hosts have not decided.
+fn has_moved(context: &Context, record: &RedirectionRecord) -> Option<bool> {
+    let redirection = &record.redirection;
+    let Some(id) = migration_named(&redirection.migration) else { return Some(false) };
+    let Some(journalled) = context.journal.migration(&id).ok()? else {
+        // A host that the VM has left before has no part in the migration, but in its redirection.
+        let is_of_others = redirection.place.host != record.host && redirection.legs.len() > 1;
+        return if is_of_others {
+            outcome(&standings(context, record, redirection.hosts()))
+        } else {
+            Some(false)
+        };
+    };
     Some(matches!(
-        state,
-        Some(State::Source(SourceState::Done { .. }) | State::Destination(DestinationState::Active { .. }))
+        journalled.state,
+        State::Source(SourceState::Done { .. }) | State::Destination(DestinationState::Active { .. })
     ))
+}
+
+/// Decides by what the other hosts of a redirection say whether the VM has moved; those that do not answer say nothing.
+fn outcome(said: &[Option<Standing>]) -> Option<bool> {
+    if said.iter().flatten().any(|standing| standing.confirmed) {
+        return Some(true);
+    }
+    let is_over = said.iter().all(|said| said.is_some_and(|standing| !standing.stands));
+    is_over.then_some(false)
 }
 
 fn words(reason: TeardownReason) -> &'static str {
@@ -318,28 +352,46 @@ fn is_guest_gone(context: &Context, record: &RedirectionRecord) -> bool {
     context.journal.vm(&vm).is_ok_and(|known| known.is_none())
 }
 
-/// Returns true if no other host has its part of the redirection any more. One that does not answer may have it.
+/// Returns true if no host at the other end of a tunnel has its part of the redirection any more. One that does not answer
+/// may have it.
 fn is_other_gone(context: &Context, record: &RedirectionRecord) -> bool {
-    let Some(migration) = migration_named(&record.redirection.migration) else { return false };
-    let others = record.redirection.hosts().filter(|host| *host != record.host);
-    let mut others = others.filter_map(|host| HostId::new(host).ok());
-    others.all(|host| match ask(context, &host, migration.clone()) {
-        Ok(stands) => !stands,
-        Err(error) => {
-            debug!(%migration, error = crate::chain(&error), "the other host of a redirection does not answer");
-            false
-        }
-    })
+    let redirection = &record.redirection;
+    // Hosts that the VM has left have no tunnels to one another.
+    let is_here = redirection.place.host == record.host;
+    let ends = redirection.hosts().filter(|host| is_here || *host == redirection.place.host);
+    let said = standings(context, record, ends);
+    !said.is_empty() && said.iter().all(|said| said.is_some_and(|standing| !standing.stands))
 }
 
-/// Asks another host whether it has its part of a redirection.
-fn ask(context: &Context, host: &HostId, migration: MigrationId) -> Result<bool, PeerError> {
+/// Asks hosts, but for this one, for their parts of a redirection; those that do not answer say nothing.
+fn standings<'a>(
+    context: &Context,
+    record: &RedirectionRecord,
+    hosts: impl Iterator<Item = &'a str>,
+) -> Vec<Option<Standing>> {
+    let Some(migration) = migration_named(&record.redirection.migration) else { return Vec::new() };
+    let others = hosts.filter(|host| *host != record.host);
+    let said = |host| {
+        let said = ask(context, &host, migration.clone());
+        said.inspect_err(|error| {
+            let error = crate::chain(error);
+            debug!(%migration, error, "the other host of a redirection does not answer");
+        })
+        .ok()
+    };
+    others.filter_map(|host| HostId::new(host).ok()).map(said).collect()
+}
+
+/// Asks another host for its part of a redirection.
+fn ask(context: &Context, host: &HostId, migration: MigrationId) -> Result<Standing, PeerError> {
     let mut connection = peers::connect(context, host, None, Purpose::Redirection { migration })?;
     let lost = |source| PeerError::Lost { host: host.clone(), source };
     connection.send(&Message::AskRedirection).map_err(lost)?;
     let deadline = Instant::now() + Duration::from_millis(context.config.timeouts.peer_silence_ms);
     match connection.recv(Some(deadline)).map_err(lost)? {
-        Incoming::Message(Message::RedirectionStands { stands }) => Ok(stands),
+        Incoming::Message(Message::RedirectionStands { stands, confirmed }) => {
+            Ok(Standing { stands, confirmed })
+        }
         _ => Err(PeerError::NoSense(host.clone())),
     }
 }

@@ -32,6 +32,7 @@
 //! | [`next_move`] | the redirection of a guest that moves on or back, and who may change one; pure |
 //! | [`preflight`] | what stands against a redirection before the guest is touched; pure |
 //! | [`offer`] | what the hosts tell each other before the move, and the redirection that follows; pure |
+//! | [`offered_end`] | a host's end of a tunnel in an offer; who may give it another end; pure |
 //! | [`teardown`] | whether a redirection is still needed; pure |
 //! | [`record`] | the record of a redirection, kept in a file until nothing of it is left |
 //! | [`host_facts`] | reads from the kernel what `preflight` and `plan` need |
@@ -52,6 +53,7 @@ mod neighbour_refresh;
 pub mod next_move;
 pub mod objects;
 pub mod offer;
+pub mod offered_end;
 pub mod plan;
 pub mod preflight;
 pub mod record;
@@ -65,6 +67,7 @@ pub mod wireguard;
 pub use keeper::RedirectionKeeper;
 pub use model::{AddressPair, Attachment, GuestPlace, Lan, Leg, NewAddressMode, Prefix, Redirection, Subnet};
 pub use offer::RedirectionOffer;
+pub use offered_end::OfferedEnd;
 pub use plan::{HostPlan, KernelFeatures, plan};
 pub use record::{RecordStage, RedirectionRecord};
 pub use tunnel::{Tunnel, TunnelKind};

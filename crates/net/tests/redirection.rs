@@ -20,7 +20,7 @@ use net::redirection::teardown;
 use net::redirection::{
     GuestPlace, NewAddressMode, Prefix, RecordStage, Redirection, Subnet, TunnelKind, host_facts,
 };
-use network::{BOTH, Ends, Family, NEW, Network, OLD, tunnel};
+use network::{BOTH, Ends, Family, NEW, Network, OLD, THIRD, tunnel, tunnel_between};
 use whimbrel_net as net;
 
 /// Moves the guest from the old host to the new one.
@@ -191,6 +191,77 @@ fn a_guest_that_moves_back_takes_its_redirection_along() {
     );
     drop((old, new, opened));
     network.remove(records);
+    assert_eq!(network.state(), before);
+}
+
+/// Returns the redirection of the guest that moves on from the second host to the third one.
+fn moved_on(network: &Network, first: &Redirection) -> Redirection {
+    let tunnel = |from| tunnel_between(TunnelKind::Vxlan, from, THIRD);
+    let next = NetworkMove {
+        migration: "guest#4".to_owned(),
+        epoch: 4,
+        card: network::CARD,
+        addressing: NewAddressMode::Nat,
+        from: network.place(NEW, NewAddressMode::Nat, &BOTH),
+        to: GuestPlace { number: 9, ..network.place(THIRD, NewAddressMode::Nat, &BOTH) },
+        tunnels: BTreeMap::from([("a".to_owned(), (8, tunnel(OLD))), ("b".to_owned(), (9, tunnel(NEW)))]),
+    };
+    let onward = next_redirection(Some(first), next).unwrap();
+    assert_eq!(onward.dropped, Vec::<String>::new());
+    onward.redirection.unwrap()
+}
+
+#[test]
+fn a_guest_that_moves_on_keeps_the_connections_of_all_networks() {
+    let network = Network::with_third();
+    let before = network.state();
+    let first = first_move(&network, NewAddressMode::Nat);
+    let mut old: Vec<_> = BOTH.iter().map(|family| network.connect(*family, OLD)).collect();
+    let mut records = network.prepare(&first);
+    network.move_guest(NEW);
+    network.switch(&mut records);
+    let mut new: Vec<_> = BOTH.iter().map(|family| network.connect(*family, NEW)).collect();
+    let mut opened: Vec<_> = BOTH.iter().map(|family| network.connect_from_guest(*family).0).collect();
+    old.iter_mut().chain(&mut new).chain(&mut opened).for_each(Ends::exchange);
+
+    let onward = moved_on(&network, &first);
+    let redirected = network.state();
+    let aborted = network.prepare(&onward);
+    old.iter_mut().for_each(Ends::exchange);
+    for (side, record) in aborted.into_iter().enumerate() {
+        network.at(side, |keeper| keeper.remove(&record)).unwrap();
+    }
+    assert_eq!(network.state(), redirected, "the first redirection stands as before");
+
+    let entries = network.entries(NEW);
+    let mut records = network.prepare(&onward);
+    network.carry(THIRD, &entries, "b", Some(&first), &onward);
+    network.move_guest(THIRD);
+    network.switch(&mut records);
+    old.iter_mut().chain(&mut new).chain(&mut opened).for_each(Ends::exchange);
+    for family in BOTH {
+        for side in [OLD, NEW, THIRD] {
+            network.connect(family, side).exchange();
+        }
+        let (mut later, from) = network.connect_from_guest(family);
+        later.exchange();
+        assert_eq!(from, family.guest(THIRD), "new connections leave by the newest address");
+        let (mut neighbour, from) = network.connect_to_neighbour(family);
+        neighbour.exchange();
+        assert_eq!(from, family.guest(OLD), "former neighbours know the old address");
+    }
+    // There is no chain: connections by the first address do not need the second host.
+    network.without(NEW, || old.iter_mut().for_each(Ends::exchange));
+    new.iter_mut().for_each(Ends::exchange);
+    for side in [OLD, NEW, THIRD] {
+        assert_eq!(network.at(side, whimbrel_net::redirection::RedirectionKeeper::records).unwrap().len(), 1);
+    }
+    // A repetition of the first move's owner comes too late.
+    let late = network.at(OLD, |keeper| keeper.prepare(&first));
+    assert!(matches!(late, Err(RedirectionError::NotOwner(_))), "{late:?}");
+    drop((old, new, opened));
+    network.remove(records);
+    network.move_guest(OLD);
     assert_eq!(network.state(), before);
 }
 

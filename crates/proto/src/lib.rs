@@ -40,7 +40,8 @@
 //!
 //! For a VM that moves to another network, `Propose` offers a redirection of its connections, and `Accept` contains the
 //! one that both hosts make. It outlives the migration: each host asks the other one, on a connection for that, whether it
-//! stands (`AskRedirection`, `RedirectionStands`).
+//! stands (`AskRedirection`, `RedirectionStands`). When the VM moves on, the source asks the hosts that it has left before
+//! for tunnels to the destination (`AskTunnelEnd`, `TunnelEnd`), and orders them to make and to use these (`Repoint`).
 //!
 //! After a cut the source opens a new set of connections with the next generation: `Hello{control, generation + 1}`,
 //! `Resume`. The destination stops and joins the workers of the old generation, answers `Resumed`, and accepts the new

@@ -3,6 +3,7 @@
 mod finding;
 mod network;
 mod proposal;
+mod redirection;
 mod registry;
 
 use serde::{Deserialize, Serialize};
@@ -10,6 +11,7 @@ use serde::{Deserialize, Serialize};
 pub use finding::{Finding, Severity, is_blocked};
 pub use network::{CardClaims, CardFrames, ClaimedAddress, FailedFlow, NetworkProbe, ProbedCard};
 pub use proposal::{Acceptance, CopiedDisk, DiskMode, Proposal, ProposedDisk, RamBlock};
+pub use redirection::{RepointStep, TunnelRequest};
 pub use registry::{Offer, Ownership, RegistryReply, RegistryRequest};
 
 use crate::ids::{Epoch, Generation, HostId, Incarnation, MigrationId};
@@ -65,10 +67,10 @@ pub enum Purpose {
         /// The migration.
         migration: MigrationId,
     },
-    /// Question whether the other host still serves the connections of a guest that has moved to another network, in
-    /// either direction.
+    /// Questions and orders about connections of a guest that has moved to another network, between hosts that serve
+    /// them.
     Redirection {
-        /// The migration by which it has moved.
+        /// The migration by which it has moved, or moves on.
         migration: MigrationId,
     },
 }
@@ -349,6 +351,37 @@ pub enum Message {
     RedirectionStands {
         /// True if this host has its part of the redirection, or is about to have it.
         stands: bool,
+        /// True if it is in effect for good: the guest has moved.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        confirmed: bool,
+    },
+    /// Source, to a host that the guest has left before: asks for that host's end of a tunnel to the destination.
+    /// Answered with [`Message::TunnelEnd`].
+    AskTunnelEnd(TunnelRequest),
+    /// Host that the guest has left before: answers [`Message::AskTunnelEnd`].
+    TunnelEnd {
+        /// Its end, as `net::redirection::OfferedEnd`; absent if it has none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        end: Option<serde_json::Value>,
+        /// Reason for which it has none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        reason: Option<String>,
+    },
+    /// Source, to a host that the guest has left before: changes the other end of that host's tunnel. Answered with
+    /// [`Message::Repointed`].
+    Repoint {
+        /// The step.
+        step: RepointStep,
+        /// The redirection that takes the place of the present one, as `net::redirection::Redirection`; only with the first
+        /// step.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        redirection: Option<serde_json::Value>,
+    },
+    /// Host that the guest has left before: answers [`Message::Repoint`].
+    Repointed {
+        /// Reason for which the step was not done.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        error: Option<String>,
     },
 }
 

@@ -199,6 +199,7 @@ impl Message {
             | Self::Verdict { verdict: Verdict::Committed { incarnation, .. }, .. } => incarnation.validate(),
             Self::RegistryRequest(RegistryRequest::CompareAndSet { new: ownership, .. })
             | Self::RegistryReply(RegistryReply::Record { record: Some(ownership) }) => ownership.validate(),
+            Self::AskTunnelEnd(request) => text("a MAC address", &request.card, limits::NAME_BYTES),
             Self::Accept(acceptance) => acceptance.validate(),
             Self::Reject { .. }
             | Self::Resume
@@ -211,6 +212,9 @@ impl Message {
             | Self::Incomplete { .. }
             | Self::AskRedirection
             | Self::RedirectionStands { .. }
+            | Self::TunnelEnd { .. }
+            | Self::Repoint { .. }
+            | Self::Repointed { .. }
             | Self::Refused { .. }
             | Self::Crashed { .. }
             | Self::Inquire { .. }

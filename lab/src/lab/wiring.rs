@@ -72,6 +72,12 @@ impl Lab {
         Ok(())
     }
 
+    pub(super) fn connect_third(&self, host: &Host) -> Result<()> {
+        bridge(host, VM_BRIDGE)?;
+        Self::cable(host, "trunk", &self.router, host.name())?;
+        host.run(&["ip", "link", "set", "dev", "trunk", "master", VM_BRIDGE]).map(drop)
+    }
+
     pub(super) fn connect_client(&self) -> Result<()> {
         Self::cable(&self.client, "net", &self.router, "clients")?;
         address(&self.client, CLIENT, "net")?;

@@ -14,7 +14,7 @@ use proto::{Epoch, Generation, MigrationId, Purpose};
 use tracing::{debug, warn};
 
 use super::{Daemon, DriverMailbox};
-use host::redirections;
+use host::repointing;
 use migrate::destination::DestinationMailbox;
 use migrate::source as from;
 use migrate::untrusted_page;
@@ -60,7 +60,7 @@ impl Daemon {
             }
             Purpose::Redirection { migration } => {
                 if let Some(connection) = accepted(arrival) {
-                    self.answer_about_redirection(connection, &migration);
+                    self.about_redirection(connection, &migration);
                 }
             }
             Purpose::Data { .. } => arrival.refuse("no data stream is expected here"),
@@ -176,14 +176,18 @@ impl Daemon {
         }
     }
 
-    /// Answers whether the redirection of a migration stands here.
-    fn answer_about_redirection(&self, mut connection: Channel, id: &MigrationId) {
-        let until = Instant::now() + PROPOSAL_PATIENCE;
-        if matches!(connection.recv(Some(until)), Ok(Incoming::Message(Message::AskRedirection))) {
-            let stands = redirections::stands(&self.context, id);
-            if let Err(error) = connection.send(&Message::RedirectionStands { stands }) {
+    /// Answers questions about a redirection, and obeys orders, until the peer closes the connection.
+    fn about_redirection(&self, mut connection: Channel, id: &MigrationId) {
+        let peer = connection.peer().clone();
+        let mut until = Some(Instant::now() + PROPOSAL_PATIENCE);
+        while let Ok(Incoming::Message(message)) = connection.recv(until) {
+            let Some(answer) = repointing::answer(&self.context, &peer, id, message) else { return };
+            if let Err(error) = connection.send(&answer) {
                 debug!(migration = %id, error = crate::chain(&error), "cannot answer about a redirection");
+                return;
             }
+            // The next order comes when the guest runs at its new place.
+            until = None;
         }
     }
 

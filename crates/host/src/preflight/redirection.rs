@@ -1,8 +1,9 @@
 //! Redirection of connections for a VM that moves to another network: what the source offers, and what the destination
 //! finds when the QEMU that waits for the VM has its taps.
 
+use std::collections::BTreeMap;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _, UdpSocket};
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use engine::handover::MigrationTerms;
@@ -13,8 +14,8 @@ use net::redirection::offer::{self, ArrivalSide, MigrationRef, RedirectionOffer,
 use net::redirection::preflight::{FindingSeverity, RedirectionFacts, RedirectionFinding};
 use net::redirection::tunnel::Key;
 use net::redirection::{
-    AddressPair, Attachment, GuestPlace, Redirection, RedirectionKeeper, RedirectionRecord, TunnelKind,
-    host_facts,
+    AddressPair, Attachment, GuestPlace, OfferedEnd, Redirection, RedirectionKeeper, RedirectionRecord,
+    TunnelKind, host_facts,
 };
 use net::{Mac, addresses};
 use proto::message::{Finding, Proposal, Severity, is_blocked};
@@ -25,6 +26,7 @@ use tracee::Process;
 use super::network_probe::reachable_cards;
 use crate::config::RedirectionConfig;
 use crate::redirections::{self, AgreedRedirection};
+use crate::repointing;
 use crate::{Context, SourceVm};
 use api::NewAddress;
 
@@ -54,13 +56,34 @@ pub fn offer_redirection(
     }
     let offered = try_offer(context, vm, (id, to), wanted, former);
     let mut offered = offered.map_err(|reason| impossible(&reason))?;
-    if !is_check && offered.facts.tunnels.contains(&TunnelKind::WireGuard) {
+    let end = &mut offered.end;
+    if !is_check && end.facts.tunnels.contains(&TunnelKind::WireGuard) {
         let ports = context.config.redirection.ports();
-        let reserved = keeper.reserve(&id.to_string(), offered.number, ports);
+        let reserved = keeper.reserve(&id.to_string(), end.number, ports);
         let reserved = reserved.map_err(|error| impossible(&crate::chain(&error)))?;
-        (offered.key, offered.facts.ports.wireguard) = reserved.unzip();
+        (end.key, end.facts.ports.wireguard) = reserved.unzip();
     }
+    (offered.earlier, offered.lost) = ask_earlier(context, &offered, (id, to), is_check);
     serde_json::to_value(offered).map(Some).map_err(|error| impossible(&crate::chain(&error)))
+}
+
+/// Asks the hosts that the VM has left before for their ends of tunnels to its next host. Returns those that offer one, and
+/// the reasons of the others.
+fn ask_earlier(
+    context: &Context,
+    offered: &RedirectionOffer,
+    (id, to): (&MigrationId, &HostId),
+    is_check: bool,
+) -> (BTreeMap<String, OfferedEnd>, BTreeMap<String, String>) {
+    let (mut earlier, mut lost) = (BTreeMap::new(), BTreeMap::new());
+    let legs = offered.former.iter().flat_map(|former| &former.legs);
+    for host in legs.map(|leg| &leg.host).filter(|host| *host != to.as_str()) {
+        match repointing::ask_end(context, id, (host, offered.card), to, is_check) {
+            Ok(end) => drop(earlier.insert(host.clone(), end)),
+            Err(reason) => drop(lost.insert(host.clone(), reason)),
+        }
+    }
+    (earlier, lost)
 }
 
 fn try_offer(
@@ -95,8 +118,9 @@ fn try_offer(
         },
     };
     let address = context.config.peer(to).ok_or_else(|| format!("{to} has no address"))?;
-    let (own, other) = ends(address).map_err(|error| format!("no way to {address}: {error}"))?;
-    let mut facts = host_facts::read_facts(&interface, number, [own, other], &[]).map_err(io)?;
+    let ends = repointing::tunnel_ends(address);
+    let (own, other) = ends.map_err(|error| format!("no way to {address}: {error}"))?;
+    let mut facts = host_facts::read_facts(Some(&interface), number, [own, other], &[]).map_err(io)?;
     let ports = context.redirections.free_ports(context.config.redirection.ports());
     facts.ports = ports.map_err(|error| crate::chain(&error))?;
     let wanted = wanted.iter().map(|address| WantedAddress {
@@ -107,13 +131,17 @@ fn try_offer(
         card,
         place,
         wanted: wanted.collect(),
-        number,
-        old_endpoint: own,
-        new_endpoint: other,
-        is_trusted: context.config.redirection.trusted_path,
-        key: None,
-        facts,
+        end: OfferedEnd {
+            number,
+            old_endpoint: own,
+            new_endpoint: other,
+            is_trusted: context.config.redirection.trusted_path,
+            key: None,
+            facts,
+        },
         former,
+        earlier: BTreeMap::new(),
+        lost: BTreeMap::new(),
     })
 }
 
@@ -146,17 +174,6 @@ fn find_card(cards: &[Card], known: Option<Mac>, olds: &[IpAddr]) -> Result<(Str
                 .to_owned())
         }
     }
-}
-
-/// Returns the addresses by which this host reaches another one, its own first.
-fn ends(address: &str) -> io::Result<(IpAddr, IpAddr)> {
-    let other = address.to_socket_addrs()?.next().ok_or(io::ErrorKind::NotFound)?;
-    let any: IpAddr =
-        if other.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    // No packet is sent for that.
-    let socket = UdpSocket::bind(SocketAddr::new(any, 0))?;
-    socket.connect(other)?;
-    Ok((socket.local_addr()?.ip(), other.ip()))
 }
 
 /// Redirection that a source offers.
@@ -214,16 +231,19 @@ impl ExpectedRedirection {
             interface.ok_or_else(|| format!("the VM has no tap for card {} here", self.offer.card))?;
         let records = self.keeper.records().map_err(|error| crate::chain(&error))?;
         let asked = self.unserved(&records);
-        let ends = [self.offer.new_endpoint, self.offer.old_endpoint];
-        let mut facts = host_facts::read_facts(interface, self.offer.number, ends, &asked).map_err(io)?;
+        let end = &self.offer.end;
+        let ends = [end.new_endpoint, end.old_endpoint];
+        let facts = host_facts::read_facts(Some(interface), end.number, ends, &asked);
+        let mut facts = facts.map_err(io)?;
         facts.numbers.extend(records.iter().map(|record| record.names().0));
         let migration = self.migration.to_string();
-        let key = self.reserve_port(&mut facts)?;
+        let (key, more_ports) = self.reserve_ports(&mut facts)?;
         let side = ArrivalSide {
             host: self.host.as_str(),
             interface,
             lan: host_facts::lan(interface).map_err(io)?,
             facts: &facts,
+            more_ports: &more_ports,
             is_trusted: self.config.trusted_path,
             records: &records,
         };
@@ -251,26 +271,39 @@ impl ExpectedRedirection {
         wanted.filter(|address| !served.contains(address)).collect()
     }
 
-    /// Finds ports, and reserves one if the source may want a tunnel that needs it alone. Returns the public key for that.
-    fn reserve_port(&self, facts: &mut RedirectionFacts) -> Result<Option<Key>, String> {
-        let ports = self.config.ports();
-        facts.ports = self.keeper.free_ports(ports).map_err(|error| crate::chain(&error))?;
-        if self.is_check || self.offer.key.is_none() || !facts.tunnels.contains(&TunnelKind::WireGuard) {
-            return Ok(None);
+    /// Finds ports, and reserves one for each tunnel that may need it alone. Returns the public key for these tunnels, and
+    /// the ports of those to hosts that the VM has left before.
+    fn reserve_ports(&self, facts: &mut RedirectionFacts) -> Result<(Option<Key>, Vec<u16>), String> {
+        let (ports, earlier) = (self.config.ports(), self.offer.earlier.len());
+        let chain = |error| crate::chain(&error);
+        facts.ports = self.keeper.free_ports(ports).map_err(chain)?;
+        if self.is_check || !facts.tunnels.contains(&TunnelKind::WireGuard) {
+            return Ok((None, self.keeper.further_ports(ports, earlier).map_err(chain)?));
         }
-        let reserved = self.keeper.reserve(&self.migration.to_string(), self.offer.number, ports);
-        let (key, port) = reserved.map_err(|error| crate::chain(&error))?.unzip();
-        facts.ports.wireguard = port;
-        Ok(key)
+        let (migration, mut key) = (self.migration.to_string(), None);
+        let mut reserve = || {
+            let reserved = self.keeper.reserve(&migration, self.offer.end.number, ports).map_err(chain)?;
+            let (public, port) = reserved.unzip();
+            key = key.or(public);
+            Ok::<_, String>(port)
+        };
+        if self.offer.end.key.is_some() {
+            facts.ports.wireguard = reserve()?;
+        }
+        let mut more = Vec::new();
+        for _ in self.offer.earlier.values().filter(|end| end.key.is_some()) {
+            more.extend(reserve()?);
+        }
+        Ok((key, more))
     }
 
     fn with_keys(&self, redirection: Redirection, ours: Option<Key>) -> Result<Redirection, String> {
         if !offer::needs_keys(&redirection) {
             return Ok(redirection);
         }
-        let theirs = self.offer.key.ok_or("the source has no key for the tunnel")?;
         let ours = ours.ok_or("this host has no key for the tunnel")?;
-        Ok(offer::with_keys(redirection, theirs, ours))
+        let with_keys = offer::with_keys(redirection, &self.offer, ours);
+        with_keys.ok_or_else(|| "a host has no key for its tunnel".to_owned())
     }
 }
 
@@ -349,12 +382,5 @@ mod tests {
         let error = find_card(&[card(1)], Some(mac(1)), &[old]).unwrap_err();
         assert!(error.contains("no card 52:54:00:00:00:01 with a tap"), "{error}");
         assert!(find_card(&[], None, &[old]).unwrap_err().contains("which of its cards"));
-    }
-
-    #[test]
-    fn a_host_knows_its_own_end_of_the_way() {
-        let (own, other) = ends("127.0.0.1:7740").unwrap();
-        assert!(own.is_loopback() && other.is_loopback());
-        assert!(ends("no address").is_err());
     }
 }

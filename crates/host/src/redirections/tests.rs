@@ -114,3 +114,20 @@ fn a_host_without_records_has_no_redirection() {
     assert_eq!(of_vm_here(&keeper, &HostId::new("a").unwrap(), &id(3).vm).unwrap(), None);
     remove_of(&keeper, &id(3)).unwrap();
 }
+
+#[test]
+fn a_host_left_before_decides_by_what_the_others_say() {
+    let said = |stands, confirmed| Some(Standing { stands, confirmed });
+    for (all, expected) in [
+        (vec![said(true, true), said(true, false)], Some(true)),
+        (vec![None, said(true, true)], Some(true)),
+        (vec![said(false, false), said(true, true)], Some(true)),
+        (vec![said(false, false), said(false, false)], Some(false)),
+        // The source has prepared its part, and the destination not yet.
+        (vec![said(false, false), said(true, false)], None),
+        (vec![said(false, false), None], None),
+        (vec![None, None], None),
+    ] {
+        assert_eq!(outcome(&all), expected, "{all:?}");
+    }
+}

@@ -193,14 +193,16 @@ fn subnets(own: impl Iterator<Item = Prefix>, gateways: &[IpAddr]) -> Vec<Subnet
 }
 
 /// Returns the facts of this host for a redirection with a tunnel of this number between these addresses, its own first.
-/// `asked` are addresses that the guest is to get in the bridge of this interface. Which ports are free the keeper knows.
+/// `interface` is that of the guest's card, if it is here; `asked` are addresses that the guest is to get in its bridge. Which
+/// ports are free the keeper knows.
 pub fn read_facts(
-    interface: &str,
+    interface: Option<&str>,
     number: u32,
     ends: [IpAddr; 2],
     asked: &[IpAddr],
 ) -> io::Result<RedirectionFacts> {
-    let bridge = bridge_ports::bridge_port(interface)?.filter(|port| port.vlan == port.host_vlan);
+    let port = interface.map(bridge_ports::bridge_port).transpose()?.flatten();
+    let bridge = port.filter(|port| port.vlan == port.host_vlan);
     let in_use = match bridge.filter(|_| !asked.is_empty()) {
         Some(port) => in_use(&port.bridge, asked, PATIENCE)?,
         None => BTreeSet::new(),
@@ -217,7 +219,7 @@ pub fn read_facts(
         path_mtu: path_mtu(ends[1])?,
         numbers,
         has_conntrack: has_conntrack(),
-        is_tap: is_tap(interface)?,
+        is_tap: interface.map_or(Ok(false), is_tap)?,
         ports: FreePorts::default(),
     })
 }

@@ -2,7 +2,7 @@
 //!
 //! A host that the guest has left has a tunnel of its own to the host where it is: there are no chains. What came through
 //! a tunnel of the former redirection comes through the one to the same host in the next, so that its connections go on.
-//! Connections through any other tunnel end: an [offer](super::offer) has one tunnel, to the host that the guest has just left.
+//! Connections by way of a host that has no part in the [offer](super::offer) of the next one end.
 
 use std::collections::BTreeMap;
 

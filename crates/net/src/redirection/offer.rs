@@ -1,19 +1,19 @@
 //! Offer of a redirection: what the host that a guest leaves tells the other one, and the redirection that follows. The
-//! result is the same data on both hosts; each computes its own plan from it.
+//! result is the same data on all hosts that take part; each computes its own plan from it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
 
-use super::kernel_names::{KernelNames, NUMBERS};
-use super::model::{
-    AddressPair, Attachment, GuestPlace, Lan, Leg, NewAddressMode, Prefix, Redirection, Subnet,
-};
+use super::kernel_names::{KernelNames, MOST_LEGS};
+use super::model::{AddressPair, Attachment, GuestPlace, Lan, NewAddressMode, Prefix, Redirection, Subnet};
 use super::next_move::{NetworkMove, next_redirection};
-use super::preflight::{RedirectionFacts, RedirectionFinding, blocker, check, no_port, no_tunnel, warning};
+pub use super::offered_end::ArrivalSide;
+use super::offered_end::OfferedEnd;
+use super::preflight::{FindingSeverity, RedirectionFinding, blocker, check, warning};
 use super::record::{RecordStage, RedirectionRecord};
-use super::tunnel::{self, Key, Tunnel, TunnelKind, TunnelPath};
+use super::tunnel::{Key, Tunnel, TunnelKind};
 use crate::ethernet::Mac;
 
 /// Most addresses of a guest in an offer.
@@ -41,37 +41,16 @@ pub struct RedirectionOffer {
     pub place: GuestPlace,
     /// Addresses that it is to have.
     pub wanted: Vec<WantedAddress>,
-    /// Number of the tunnel, which is free at that host.
-    pub number: u32,
-    /// Address of that host, as the tunnel's end.
-    pub old_endpoint: IpAddr,
-    /// Address of the other host, as that host reaches it.
-    pub new_endpoint: IpAddr,
-    /// True if the owner of that host says that only the hosts' owners can read or forge packets on the path.
-    pub is_trusted: bool,
-    /// Public key of that host for this tunnel, if it may be one of `WireGuard`.
-    pub key: Option<Key>,
-    /// Facts of that host.
-    pub facts: RedirectionFacts,
+    /// That host's end of a tunnel.
+    pub end: OfferedEnd,
     /// Redirection of the guest that is active there.
     pub former: Option<Redirection>,
-}
-
-/// The other host, where the guest is to be.
-#[derive(Clone, Debug)]
-pub struct ArrivalSide<'a> {
-    /// Its name.
-    pub host: &'a str,
-    /// Interface behind which the guest's card is there.
-    pub interface: &'a str,
-    /// Network of that interface.
-    pub lan: Lan,
-    /// Facts of that host.
-    pub facts: &'a RedirectionFacts,
-    /// True if its owner trusts the path.
-    pub is_trusted: bool,
-    /// Records of its redirections.
-    pub records: &'a [RedirectionRecord],
+    /// Ends of hosts that the guest has left before, by their names: connections that come from there go on.
+    #[serde(default)]
+    pub earlier: BTreeMap<String, OfferedEnd>,
+    /// Hosts that it has left before and that offer nothing, each with the reason.
+    #[serde(default)]
+    pub lost: BTreeMap<String, String>,
 }
 
 /// Name and epoch of a migration.
@@ -86,60 +65,70 @@ pub struct MigrationRef<'a> {
 impl RedirectionOffer {
     /// Returns true if the offer of this host has no more and no longer parts than any has.
     pub fn is_valid(&self, host: &str) -> bool {
-        let lan = &self.place.attachment.lan;
-        let names = [Some(&self.place.interface), lan.bridge.as_ref()];
         let fits = |address: IpAddr, length: u8| length <= Prefix::host(address).length;
         let mut wanted =
             self.wanted.iter().map(|wanted| (wanted.pair.public, wanted.length.unwrap_or_default()));
-        let mut subnets = lan.subnets.iter().map(|network| (network.prefix.address, network.prefix.length));
+        let is_former_valid = |former: &Redirection| {
+            former.place == self.place
+                && former.legs.len() <= MOST_LEGS
+                && former.legs.iter().all(|leg| is_attachment_valid(&leg.attachment))
+                && former.home_lan.as_ref().is_none_or(is_lan_valid)
+        };
+        let interface = &self.place.interface;
         self.place.host == host
-            && names.into_iter().flatten().all(|name| !name.is_empty() && name.len() <= NAME_BYTES)
+            && !interface.is_empty()
+            && interface.len() <= NAME_BYTES
             && (1..=MOST_PAIRS).contains(&self.wanted.len())
-            && self.place.attachment.pairs.len() <= MOST_PAIRS
-            && lan.subnets.len() <= MOST_NETWORKS
-            && lan.neighbours.len() <= MOST_NETWORKS
+            && is_attachment_valid(&self.place.attachment)
             && wanted.all(|(address, length)| fits(address, length))
-            && subnets.all(|(address, length)| fits(address, length))
-            && self.number < NUMBERS
-            && self.old_endpoint.is_ipv4() == self.new_endpoint.is_ipv4()
+            && self.end.is_valid()
+            && self.earlier.len() <= MOST_LEGS
+            && self.earlier.values().all(OfferedEnd::is_valid)
+            && self.former.as_ref().is_none_or(is_former_valid)
     }
 
     /// Returns true if a redirection that the other host has computed is one of this offer: what this host makes by it
-    /// is what it has offered.
+    /// is what it has offered, and what others make is what they have.
     pub fn is_of(&self, redirection: &Redirection, of: MigrationRef<'_>, destination: &str) -> bool {
-        let own = redirection.legs.iter().find(|leg| leg.host == self.place.host);
-        let is_offered = |leg: &Leg| {
-            leg.attachment == self.place.attachment
-                && leg.number == self.number
-                && self.is_offered(&leg.tunnel)
+        let hosts: BTreeSet<_> = redirection.legs.iter().map(|leg| leg.host.as_str()).collect();
+        let is_offered = |leg| {
+            let attachment = self.attachment_at(&leg.host);
+            let end = self.end_at(&leg.host);
+            attachment == Some(&leg.attachment) && end.is_some_and(|end| end.has_offered(leg))
         };
-        redirection.legs.len() == 1
-            && own.is_some_and(is_offered)
+        hosts.len() == redirection.legs.len()
+            && hosts.contains(self.place.host.as_str())
+            && redirection.legs.iter().all(is_offered)
             && (redirection.migration.as_str(), redirection.epoch) == (of.migration, of.epoch)
             && redirection.card == self.card
             && redirection.place.host == destination
     }
+
+    /// Returns the end of a tunnel that a host has offered.
+    fn end_at(&self, host: &str) -> Option<&OfferedEnd> {
+        if host == self.place.host { Some(&self.end) } else { self.earlier.get(host) }
+    }
+
+    /// Returns the guest's attachment at a host that it leaves, or has left before.
+    fn attachment_at(&self, host: &str) -> Option<&Attachment> {
+        let mut before = self.former.iter().flat_map(|former| &former.legs);
+        if host == self.place.host {
+            return Some(&self.place.attachment);
+        }
+        before.find(|leg| leg.host == host).map(|leg| &leg.attachment)
+    }
 }
 
-impl RedirectionOffer {
-    /// Returns true if a tunnel is one that this host has offered: above all it is encrypted where others could read what
-    /// passes it, whatever the other host says.
-    fn is_offered(&self, tunnel: &Tunnel) -> bool {
-        let [port, other_port] = tunnel.ports;
-        let ports = &self.facts.ports;
-        let has_its_port = match tunnel.kind {
-            TunnelKind::Vxlan => Some(port) == ports.vxlan && other_port == port,
-            TunnelKind::WireGuard => Some(port) == ports.wireguard && other_port != 0,
-            TunnelKind::Gre | TunnelKind::Ipip => tunnel.ports == [0; 2],
-        };
-        let key = tunnel.keys.map(|[old, _]| old);
-        (self.is_trusted || tunnel.kind.is_encrypted())
-            && self.facts.tunnels.contains(&tunnel.kind)
-            && (tunnel.old_endpoint, tunnel.new_endpoint) == (self.old_endpoint, self.new_endpoint)
-            && tunnel.mtu <= tunnel::mtu(tunnel.kind, self.new_endpoint.is_ipv6(), self.facts.path_mtu)
-            && has_its_port
-            && key == self.key.filter(|_| tunnel.kind.is_encrypted())
-    }
+fn is_attachment_valid(attachment: &Attachment) -> bool {
+    attachment.pairs.len() <= MOST_PAIRS && is_lan_valid(&attachment.lan)
+}
+
+fn is_lan_valid(lan: &Lan) -> bool {
+    let mut lengths = lan.subnets.iter().map(|network| (network.prefix.address, network.prefix.length));
+    lan.bridge.as_ref().is_none_or(|name| !name.is_empty() && name.len() <= NAME_BYTES)
+        && lan.subnets.len() <= MOST_NETWORKS
+        && lan.neighbours.len() <= MOST_NETWORKS
+        && lengths.all(|(address, length)| length <= Prefix::host(address).length)
 }
 
 /// Returns the redirection of an offer, and what stands against it; none if there is no tunnel. Keys are added by
@@ -150,37 +139,42 @@ pub fn agree(
     here: &ArrivalSide<'_>,
 ) -> (Option<Redirection>, Vec<RedirectionFinding>) {
     let mut findings = obstacles(offer, here);
-    let kind = match choose(offer, here) {
-        Ok(kind) => kind,
+    let source = &offer.place.host;
+    let tunnel = match offer.end.tunnel(source, here, here.facts.ports.wireguard, carries_v6(offer)) {
+        Ok(tunnel) => tunnel,
         Err(finding) => {
             findings.push(finding);
             return (None, findings);
         }
     };
-    let path_mtu = offer.facts.path_mtu.min(here.facts.path_mtu);
-    let tunnel = Tunnel {
-        kind,
-        old_endpoint: offer.old_endpoint,
-        new_endpoint: offer.new_endpoint,
-        mtu: tunnel::mtu(kind, offer.new_endpoint.is_ipv6(), path_mtu),
-        ports: [&offer.facts, here.facts].map(|facts| port(kind, facts).unwrap_or(0)),
-        keys: None,
+    let former = known_former(offer, here);
+    let next = |tunnels: &Tunnels| {
+        let next = NetworkMove {
+            migration: of.migration.to_owned(),
+            epoch: of.epoch,
+            card: offer.card,
+            addressing: NewAddressMode::Nat,
+            from: offer.place.clone(),
+            to: place(offer, here),
+            tunnels: tunnels.clone(),
+        };
+        next_redirection(former.as_ref(), next)
     };
-    // Only what this host knows itself: a former place of the guest names devices of this host.
-    let is_known = |record: &&RedirectionRecord| {
-        record.stage == RecordStage::Active && Some(&record.redirection) == offer.former.as_ref()
-    };
-    let known = here.records.iter().find(is_known).map(|record| &record.redirection);
-    let next = NetworkMove {
-        migration: of.migration.to_owned(),
-        epoch: of.epoch,
-        card: offer.card,
-        addressing: NewAddressMode::Nat,
-        from: offer.place.clone(),
-        to: place(offer, here),
-        tunnels: [(offer.place.host.clone(), (offer.number, tunnel))].into(),
-    };
-    let next = match next_redirection(known, next) {
+    let (mut tunnels, mut lost) = earlier_tunnels(offer, here, former.as_ref());
+    tunnels.insert(source.clone(), (offer.end.number, tunnel));
+    // A host that the guest has left before cannot keep it from moving on.
+    if let Ok(whole) = next(&tunnels)
+        && let Some(whole) = whole.redirection
+    {
+        for (host, end) in &offer.earlier {
+            let mut blockers = check(&whole, host, &end.facts).into_iter();
+            if let Some(found) = blockers.find(|found| found.severity == FindingSeverity::Blocker) {
+                tunnels.remove(host);
+                lost.insert(host.clone(), found.text);
+            }
+        }
+    }
+    let next = match next(&tunnels) {
         Ok(next) => next,
         Err(error) => {
             let advice = "ask the agent of the host where the VM is".to_owned();
@@ -188,66 +182,80 @@ pub fn agree(
             return (None, findings);
         }
     };
-    let before = offer.former.iter().filter(|_| known.is_none()).flat_map(|former| &former.legs);
-    let dropped = before.map(|leg| &leg.host).chain(&next.dropped);
-    findings.extend(dropped.filter(|host| *host != here.host).map(|host| ends(host)));
+    findings.extend(next.dropped.iter().map(|host| ends(host, lost.get(host))));
     if let Some(redirection) = &next.redirection {
-        findings.extend(check(redirection, &offer.place.host, &offer.facts));
+        for (host, end) in [(source, &offer.end)].into_iter().chain(&offer.earlier) {
+            findings.extend(check(redirection, host, &end.facts));
+        }
         findings.extend(check(redirection, here.host, here.facts));
     }
     (next.redirection, findings)
 }
 
-/// Returns the redirection with the public keys of both hosts.
+/// Returns the redirection with the public keys of all hosts, as far as tunnels need them; none if one is missing.
 #[must_use]
-pub fn with_keys(mut redirection: Redirection, old: Key, new: Key) -> Redirection {
-    for leg in &mut redirection.legs {
-        leg.tunnel.keys = Some([old, new]);
+pub fn with_keys(mut redirection: Redirection, offer: &RedirectionOffer, new: Key) -> Option<Redirection> {
+    for leg in redirection.legs.iter_mut().filter(|leg| leg.tunnel.kind.is_encrypted()) {
+        leg.tunnel.keys = Some([offer.end_at(&leg.host)?.key?, new]);
     }
-    redirection
+    Some(redirection)
 }
 
-/// Returns true if the tunnel of a redirection needs keys.
+/// Returns true if a tunnel of a redirection needs keys.
 pub fn needs_keys(redirection: &Redirection) -> bool {
     redirection.legs.iter().any(|leg| leg.tunnel.kind == TunnelKind::WireGuard)
 }
 
-fn choose(offer: &RedirectionOffer, here: &ArrivalSide<'_>) -> Result<TunnelKind, RedirectionFinding> {
+/// Tunnels by the names of the hosts that the guest has left, each with its number.
+type Tunnels = BTreeMap<String, (u32, Tunnel)>;
+
+/// Returns the tunnels to hosts that the guest has left before, and the reasons of those hosts to which there is none.
+fn earlier_tunnels(
+    offer: &RedirectionOffer,
+    here: &ArrivalSide<'_>,
+    former: Option<&Redirection>,
+) -> (Tunnels, BTreeMap<String, String>) {
+    let (mut tunnels, mut lost) = (Tunnels::new(), offer.lost.clone());
+    let mut numbers = BTreeSet::from([offer.end.number]);
+    let mut ports = here.more_ports.iter().copied();
+    let has_left = |host: &str| former.is_some_and(|former| former.legs.iter().any(|leg| leg.host == host));
+    for (host, end) in offer.earlier.iter().filter(|(host, _)| *host != here.host && has_left(host)) {
+        let obstacle = end.obstacles(host, here).into_iter().next();
+        let tunnel = match obstacle {
+            Some(found) => Err(found.text),
+            None if !numbers.insert(end.number) => Err("two tunnels have the same number".to_owned()),
+            None => {
+                let port = end.facts.ports.wireguard.and_then(|_| ports.next());
+                end.tunnel(host, here, port, carries_v6(offer)).map_err(|found| found.text)
+            }
+        };
+        match tunnel {
+            Ok(tunnel) => drop(tunnels.insert(host.clone(), (end.number, tunnel))),
+            Err(reason) => drop(lost.insert(host.clone(), reason)),
+        }
+    }
+    (tunnels, lost)
+}
+
+/// Returns the former redirection, as far as this host believes it: what it says about this host's own devices has to be
+/// in this host's own records.
+fn known_former(offer: &RedirectionOffer, here: &ArrivalSide<'_>) -> Option<Redirection> {
+    let former = offer.former.as_ref()?;
+    let is_known =
+        |record: &RedirectionRecord| record.stage == RecordStage::Active && record.redirection == *former;
+    if here.records.iter().any(is_known) {
+        return Some(former.clone());
+    }
+    let mut elsewhere = former.clone();
+    elsewhere.legs.retain(|leg| leg.host != here.host);
+    Some(elsewhere)
+}
+
+/// Returns true if addresses of IPv6 are redirected.
+fn carries_v6(offer: &RedirectionOffer) -> bool {
     let wanted = offer.wanted.iter().map(|wanted| &wanted.pair);
     let mut pairs = offer.place.attachment.pairs.iter().chain(wanted);
-    let path = TunnelPath {
-        is_trusted: offer.is_trusted && here.is_trusted,
-        is_v6: offer.new_endpoint.is_ipv6(),
-        carries_v6: pairs.any(|pair| pair.guest.is_ipv6()),
-    };
-    let hosts = [(offer.place.host.as_str(), &offer.facts), (here.host, here.facts)];
-    let [there, own] = [usable(&offer.facts, here.facts), usable(here.facts, &offer.facts)];
-    tunnel::choose(path, &own, &there).map_err(|missing| {
-        // What both have, and cannot use, is nearer than what one of them does not have.
-        match tunnel::choose(path, &here.facts.tunnels, &offer.facts.tunnels) {
-            Ok(kind) => no_port(kind, hosts),
-            Err(_) => no_tunnel(&missing, here.host, &offer.place.host),
-        }
-    })
-}
-
-/// Returns a host's port of UDP for a tunnel of this kind, if it needs and has one.
-fn port(kind: TunnelKind, facts: &RedirectionFacts) -> Option<u16> {
-    match kind {
-        TunnelKind::Vxlan => facts.ports.vxlan,
-        TunnelKind::WireGuard => facts.ports.wireguard,
-        TunnelKind::Gre | TunnelKind::Ipip => None,
-    }
-}
-
-/// Returns the kinds of tunnels that a host has, and for which it has a port.
-fn usable(facts: &RedirectionFacts, other: &RedirectionFacts) -> BTreeSet<TunnelKind> {
-    let has_port = |kind: &&TunnelKind| match kind {
-        TunnelKind::Vxlan => facts.ports.vxlan.is_some() && facts.ports.vxlan == other.ports.vxlan,
-        TunnelKind::WireGuard => facts.ports.wireguard.is_some(),
-        TunnelKind::Gre | TunnelKind::Ipip => true,
-    };
-    facts.tunnels.iter().filter(has_port).copied().collect()
+    pairs.any(|pair| pair.guest.is_ipv6())
 }
 
 /// Returns the guest's place at the new host.
@@ -264,24 +272,23 @@ fn place(offer: &RedirectionOffer, here: &ArrivalSide<'_>) -> GuestPlace {
     }
     let pairs: Vec<_> = offer.wanted.iter().map(|wanted| wanted.pair).collect();
     let is_home = pairs.iter().all(|pair| pair.is_same());
-    let mac = if is_home { offer.card } else { KernelNames(offer.number).proxy_mac() };
+    let mac = if is_home { offer.card } else { KernelNames(offer.end.number).proxy_mac() };
     GuestPlace {
         host: here.host.to_owned(),
         interface: here.interface.to_owned(),
-        number: offer.number,
+        number: offer.end.number,
         attachment: Attachment { lan, mac, pairs },
     }
 }
 
-/// Finds obstacles that do not depend on the tunnel.
+/// Finds obstacles that do not depend on the tunnel's kind.
 fn obstacles(offer: &RedirectionOffer, here: &ArrivalSide<'_>) -> Vec<RedirectionFinding> {
-    let (source, host) = (&offer.place.host, here.host);
-    let mut findings = Vec::new();
+    let source = &offer.place.host;
     let attachment = &offer.place.attachment;
     let known = |pair: &&AddressPair| {
         attachment.lan.subnets.iter().any(|network| network.prefix.contains(pair.public))
     };
-    for pair in attachment.pairs.iter().filter(|pair| !known(pair)) {
+    let unknown = |pair: &AddressPair| {
         let place =
             attachment.lan.bridge.as_ref().map_or_else(String::new, |bridge| format!(" (bridge {bridge})"));
         let text = format!(
@@ -289,30 +296,16 @@ fn obstacles(offer: &RedirectionOffer, here: &ArrivalSide<'_>) -> Vec<Redirectio
             pair.public
         );
         let advice = format!("give {source} an address there, or name the address that the VM has");
-        findings.push(blocker("network-unknown", text, advice));
-    }
-    if !here.facts.own.iter().any(|own| own.address == offer.new_endpoint) {
-        let text =
-            format!("{source} reaches {host} by {}, which is no address of {host}", offer.new_endpoint);
-        let advice = format!(
-            "name an address of {host} itself under [hosts] on {source}: a tunnel passes no translation"
-        );
-        findings.push(blocker("tunnel-end-foreign", text, advice));
-    }
-    if here.facts.numbers.contains(&offer.number) {
-        let text = format!("the number {} of the tunnel is in use on {host}", offer.number);
-        findings.push(blocker(
-            "tunnel-number",
-            text,
-            "try again: each migration has another number".to_owned(),
-        ));
-    }
-    findings
+        blocker("network-unknown", text, advice)
+    };
+    let findings = attachment.pairs.iter().filter(|pair| !known(pair)).map(unknown);
+    findings.chain(offer.end.obstacles(source, here)).collect()
 }
 
-fn ends(host: &str) -> RedirectionFinding {
-    let text = format!("connections that the VM still has by way of {host} end");
-    let advice = format!("wait until they have ended, or move the VM to {host} first");
+fn ends(host: &str, reason: Option<&String>) -> RedirectionFinding {
+    let reason = reason.map_or_else(String::new, |reason| format!(": {reason}"));
+    let text = format!("connections that the VM still has by way of {host} end{reason}");
+    let advice = format!("remove the reason, wait until they have ended, or move the VM to {host} first");
     warning("connections-end", text, advice)
 }
 

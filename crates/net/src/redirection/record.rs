@@ -2,7 +2,7 @@
 //!
 //! It is written before anything is made, and removed when nothing is left, so that the next agent can remove or restore
 //! everything, also after the host has started anew. What a migration has reserved for its end of a tunnel, a private key
-//! and a port, is in a file of its own, which may precede the record. All files are readable by their owner alone.
+//! and ports, is in a file of its own, which may precede the record. All files are readable by their owner alone.
 
 use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -87,19 +87,19 @@ impl RedirectionRecord {
     }
 }
 
-/// Reservation of a migration for this host's end of a tunnel.
+/// Reservation of a migration for this host's ends of tunnels.
 #[derive(Clone, PartialEq, Eq)]
 pub struct ReservedEnd {
     /// Private key.
     pub key: Key,
-    /// Port of UDP.
-    pub port: u16,
+    /// Ports of UDP, one for each tunnel.
+    pub ports: Vec<u16>,
 }
 
 impl fmt::Debug for ReservedEnd {
     /// Leaves the private key out, so that no log has it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ReservedEnd").field("port", &self.port).finish_non_exhaustive()
+        f.debug_struct("ReservedEnd").field("ports", &self.ports).finish_non_exhaustive()
     }
 }
 
@@ -153,17 +153,18 @@ impl RecordStore {
 
     /// Keeps what a migration has reserved.
     pub fn put_end(&self, migration: &str, end: &ReservedEnd) -> io::Result<()> {
-        self.write(&self.end_path(migration), &[&end.key[..], &end.port.to_be_bytes()].concat())
+        let ports = end.ports.iter().flat_map(|port| port.to_be_bytes());
+        self.write(&self.end_path(migration), &end.key.iter().copied().chain(ports).collect::<Vec<_>>())
     }
 
     /// Returns what a migration has reserved.
     pub fn end(&self, migration: &str) -> io::Result<ReservedEnd> {
         let bytes = fs::read(self.end_path(migration))?;
-        let parts = bytes.split_first_chunk().and_then(|(key, port)| Some((*key, port.try_into().ok()?)));
-        let (key, port) = parts.ok_or_else(|| {
+        let parts = bytes.split_first_chunk().map(|(key, ports)| (*key, ports.as_chunks::<2>()));
+        let (key, (ports, _)) = parts.filter(|(_, (_, rest))| rest.is_empty()).ok_or_else(|| {
             io::Error::new(io::ErrorKind::InvalidData, "a private key has 32 bytes, and a port 2")
         })?;
-        Ok(ReservedEnd { key, port: u16::from_be_bytes(port) })
+        Ok(ReservedEnd { key, ports: ports.iter().map(|port| u16::from_be_bytes(*port)).collect() })
     }
 
     /// Removes what a migration has reserved, if there is something.

@@ -1,10 +1,11 @@
-//! Two networks with a router between them, a client behind it, and a guest that moves from one to the other.
+//! Two or three networks with a router between them, a client behind it, and a guest that moves from one to the others.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
@@ -29,6 +30,8 @@ use whimbrel_net as net;
 pub(crate) const OLD: usize = 0;
 /// See [`OLD`].
 pub(crate) const NEW: usize = 1;
+/// The host to which the guest moves on.
+pub(crate) const THIRD: usize = 2;
 
 /// The device of a host behind which the guest's card is.
 pub(crate) const TAP: &str = "tap0";
@@ -53,7 +56,7 @@ impl Family {
     }
 
     fn network(side: usize) -> u8 {
-        [92, 94][side]
+        [92, 94, 95][side]
     }
 
     pub(crate) fn guest(self, side: usize) -> IpAddr {
@@ -100,8 +103,13 @@ impl Ends {
 pub(crate) const BOTH: [Family; 2] = [Family::V4, Family::V6];
 
 pub(crate) fn tunnel(kind: TunnelKind) -> Tunnel {
+    tunnel_between(kind, OLD, NEW)
+}
+
+/// Returns the tunnel from a host that the guest has left to another one.
+pub(crate) fn tunnel_between(kind: TunnelKind, from: usize, to: usize) -> Tunnel {
     let mtu = tunnels::mtu(kind, false, 1500);
-    let (old_endpoint, new_endpoint) = (Family::V4.host(OLD), Family::V4.host(NEW));
+    let (old_endpoint, new_endpoint) = (Family::V4.host(from), Family::V4.host(to));
     let ports = if kind == TunnelKind::WireGuard { [7742, 7743] } else { [7741; 2] };
     Tunnel { kind, old_endpoint, new_endpoint, mtu, ports, keys: None }
 }
@@ -115,24 +123,38 @@ pub(crate) fn turned(kind: TunnelKind) -> Tunnel {
 
 pub(crate) struct Network {
     lab: Lab,
+    third: Option<Host>,
+    /// Host that has the guest's tap.
+    at: AtomicUsize,
 }
 
 impl Network {
     pub(crate) fn new() -> Self {
-        let this = Self { lab: Lab::up(&LabConfig::for_test()).unwrap() };
+        Self::with(Lab::up(&LabConfig::for_test()).unwrap(), None)
+    }
+
+    /// Makes a third network with a host.
+    pub(crate) fn with_third() -> Self {
+        let lab = Lab::up(&LabConfig::for_test()).unwrap();
+        let third = lab.add_third_host().unwrap();
+        Self::with(lab, Some(third))
+    }
+
+    fn with(lab: Lab, third: Option<Host>) -> Self {
+        let this = Self { lab, third, at: AtomicUsize::new(OLD) };
         let (lab, router) = (&this.lab, &this.lab.router);
         router.run(&["ip", "link", "set", "dev", "b", "nomaster"]).unwrap();
-        let routers = [(router, VM_BRIDGE, 92), (router, "b", 94), (router, "clients", 93)];
-        for (host, device, network) in routers {
-            set(host, &format!("net/ipv6/conf/{device}/disable_ipv6"), "0");
+        let others = this.third.iter().map(|host| (host.name(), 95));
+        for (device, network) in [(VM_BRIDGE, 92), ("b", 94), ("clients", 93)].into_iter().chain(others) {
+            set(router, &format!("net/ipv6/conf/{device}/disable_ipv6"), "0");
             let v4 = Family::V4.address(network, 254, 0);
-            if network == 94 {
-                address(host, device, v4, Family::V4);
+            if [94, 95].contains(&network) {
+                address(router, device, v4, Family::V4);
             }
-            address(host, device, Family::V6.address(network, 0, 0xfe), Family::V6);
+            address(router, device, Family::V6.address(network, 0, 0xfe), Family::V6);
         }
         set(router, "net/ipv6/conf/all/forwarding", "1");
-        for side in [OLD, NEW] {
+        for side in this.sides() {
             let host = this.host(side);
             // As strict as hosts may be.
             set(host, "net/ipv4/conf/all/rp_filter", "1");
@@ -185,13 +207,28 @@ impl Network {
     }
 
     pub(crate) fn host(&self, side: usize) -> &Host {
-        [&self.lab.a, &self.lab.b][side]
+        [Some(&self.lab.a), Some(&self.lab.b), self.third.as_ref()][side].unwrap()
+    }
+
+    fn sides(&self) -> std::ops::Range<usize> {
+        OLD..NEW + 1 + usize::from(self.third.is_some())
+    }
+
+    /// Cuts a host off from the router while something is done.
+    pub(crate) fn without(&self, side: usize, work: impl FnOnce()) {
+        let host = self.host(side);
+        let cut = "table netdev away { chain cut { type filter hook ingress device trunk priority 0; \
+                   policy drop; }; }";
+        host.run(&["nft", cut]).unwrap();
+        work();
+        host.run(&["nft", "delete table netdev away"]).unwrap();
     }
 
     /// Moves the guest's tap to a host.
     pub(crate) fn move_guest(&self, to: usize) {
         let namespace = self.host(to).namespace();
-        self.host(1 - to).run(&["ip", "link", "set", "dev", TAP, "netns", namespace]).unwrap();
+        let from = self.at.swap(to, Relaxed);
+        self.host(from).run(&["ip", "link", "set", "dev", TAP, "netns", namespace]).unwrap();
         self.join(to);
     }
 
@@ -257,20 +294,20 @@ impl Network {
         host.within(|| work(&RedirectionKeeper::new(host.name(), &directory))).unwrap()
     }
 
-    /// Prepares a redirection on both hosts.
+    /// Prepares a redirection on all hosts that take part, which are the first ones.
     pub(crate) fn prepare(&self, redirection: &Redirection) -> Vec<RedirectionRecord> {
         let prepare = |side| self.at(side, |keeper| keeper.prepare(redirection)).unwrap();
-        [OLD, NEW].map(prepare).to_vec()
+        (0..redirection.hosts().count()).map(prepare).collect()
     }
 
-    /// Switches on both hosts, and confirms that.
+    /// Switches on all hosts, and confirms that.
     pub(crate) fn switch(&self, records: &mut [RedirectionRecord]) {
         for (side, record) in records.iter_mut().enumerate().rev() {
             self.at(side, |keeper| keeper.switch(record).and_then(|()| keeper.confirm(record))).unwrap();
         }
     }
 
-    /// Ends a redirection on both hosts.
+    /// Ends a redirection on all hosts.
     pub(crate) fn remove(&self, records: Vec<RedirectionRecord>) {
         for (side, record) in records.into_iter().enumerate() {
             self.at(side, |keeper| keeper.remove(&record)).unwrap();
@@ -279,7 +316,8 @@ impl Network {
 
     /// Returns the entries of the guest's connections at a host.
     pub(crate) fn entries(&self, side: usize) -> Vec<ConntrackEntry> {
-        let addresses = [OLD, NEW].map(|side| Family::V4.guest(side)).into();
+        let addresses = BOTH.iter().flat_map(|family| [OLD, NEW].map(|side| family.guest(side)));
+        let addresses = addresses.collect();
         let list = || conntrack::list(&Socket::netfilter().unwrap(), &addresses, usize::MAX);
         self.host(side).within(list).unwrap().unwrap().0
     }
@@ -328,10 +366,10 @@ impl Network {
         Self::connection(self.guest(), &self.lab.router, neighbour, neighbour)
     }
 
-    /// Returns the whole network state of both hosts, but for the guest's tap, which moves, and for what the kernels learn
+    /// Returns the whole network state of all hosts, but for the guest's tap, which moves, and for what the kernels learn
     /// and forget by themselves.
     pub(crate) fn state(&self) -> Vec<BTreeMap<String, String>> {
-        [OLD, NEW].map(|side| state(self.host(side))).into()
+        self.sides().map(|side| state(self.host(side))).collect()
     }
 }
 

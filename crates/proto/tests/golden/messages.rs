@@ -5,7 +5,8 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use proto::message::{
     Acceptance, CardClaims, CardFrames, ClaimedAddress, CopiedDisk, DiskMode, FailedFlow, Finding, Hello,
     Message, NamedRun, NetworkProbe, Offer, Ownership, PageRequest, ProbedCard, Proposal, ProposedDisk,
-    Purpose, RamBlock, RegistryReply, RegistryRequest, Severity, Verdict, Welcome,
+    Purpose, RamBlock, RegistryReply, RegistryRequest, RepointStep, Severity, TunnelRequest, Verdict,
+    Welcome,
 };
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 use whimbrel_proto as proto;
@@ -311,7 +312,25 @@ pub(crate) fn messages() -> Vec<Message> {
         Message::RegistryReply(RegistryReply::Set),
         Message::RegistryReply(RegistryReply::Failed { reason: reason() }),
         Message::AskRedirection,
-        Message::RedirectionStands { stands: true },
+        Message::RedirectionStands { stands: true, confirmed: false },
+        Message::RedirectionStands { stands: true, confirmed: true },
+        Message::AskTunnelEnd(TunnelRequest {
+            card: "52:54:00:00:00:07".into(),
+            destination: host(),
+            check_only: false,
+        }),
+        Message::AskTunnelEnd(TunnelRequest {
+            card: "52:54:00:00:00:07".into(),
+            destination: host(),
+            check_only: true,
+        }),
+        Message::TunnelEnd { end: Some(serde_json::json!({ "number": 31 })), reason: None },
+        Message::TunnelEnd { end: None, reason: Some(reason()) },
+        Message::Repoint { step: RepointStep::Prepare, redirection: Some(serde_json::json!({ "epoch": 3 })) },
+        Message::Repoint { step: RepointStep::Switch, redirection: None },
+        Message::Repoint { step: RepointStep::Remove, redirection: None },
+        Message::Repointed { error: None },
+        Message::Repointed { error: Some(reason()) },
     ]
 }
 
@@ -354,5 +373,9 @@ pub(crate) fn number(message: &Message) -> usize {
         Message::RegistryReply(_) => 33,
         Message::AskRedirection => 34,
         Message::RedirectionStands { .. } => 35,
+        Message::AskTunnelEnd(_) => 36,
+        Message::TunnelEnd { .. } => 37,
+        Message::Repoint { .. } => 38,
+        Message::Repointed { .. } => 39,
     }
 }

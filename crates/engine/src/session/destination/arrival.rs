@@ -165,6 +165,10 @@ impl DestinationSession {
             | Message::FirstFrames { .. }
             | Message::AskRedirection
             | Message::RedirectionStands { .. }
+            | Message::AskTunnelEnd(_)
+            | Message::TunnelEnd { .. }
+            | Message::Repoint { .. }
+            | Message::Repointed { .. }
             | Message::Refused { .. }
             | Message::Crashed { .. }
             | Message::Ask { .. }

@@ -2,14 +2,19 @@
 //! the one that it leaves.
 //!
 //! The tunnel's end alone is there before the guest runs at the destination. The record on this host is the truth:
-//! an agent that restarts finds by it what one before it has made.
+//! an agent that restarts finds by it what one before it has made. Hosts that the VM has left before get their orders from
+//! here; without them they ask for the outcome.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::thread;
 use std::time::Instant;
 
 use ::memory::{PageSet, Reductions, RoundStats, ScanError, ScanStats};
 use engine::handover::source::SourceEvent;
-use net::redirection::{RecordStage, RedirectionKeeper, RedirectionRecord};
-use proto::message::Message;
+use link::transport::Channel;
+use net::redirection::{RecordStage, Redirection, RedirectionKeeper, RedirectionRecord};
+use proto::message::{Message, RepointStep};
 use qemu::qmp::Qmp;
 use tracing::warn;
 
@@ -22,20 +27,22 @@ use crate::source::agreement::RedirectedGuest;
 use crate::source::failure::Failure;
 use api::NewAddress;
 use api::report::{RedirectedConnections, Report};
-use host::redirections;
 use host::verification::BlockHashes;
+use host::{redirections, repointing};
 
 /// Redirection of the connections of a VM that leaves.
 pub(super) struct LeavingRedirection {
     environment: Environment,
     keeper: RedirectionKeeper,
     agreed: Option<RedirectedGuest>,
+    /// Connections to hosts that the VM has left before, and that have prepared their parts.
+    prepared: BTreeMap<String, Channel>,
 }
 
 impl LeavingRedirection {
     pub(super) fn new(environment: &Environment) -> Self {
         let keeper = environment.context.redirections.clone();
-        Self { environment: environment.clone(), keeper, agreed: None }
+        Self { environment: environment.clone(), keeper, agreed: None, prepared: BTreeMap::new() }
     }
 
     fn record(&self) -> Option<RedirectionRecord> {
@@ -46,10 +53,47 @@ impl LeavingRedirection {
         })
     }
 
-    /// Makes this host's end of the tunnel.
-    fn make_tunnel(&self, guest: &RedirectedGuest) -> Result<(), String> {
-        let prepared = self.keeper.prepare(&guest.redirection);
-        prepared.map(drop).map_err(|error| crate::chain(&error))
+    /// Makes this host's end of its tunnel, and lets the hosts that the VM has left before make theirs.
+    fn make_tunnels(&mut self, redirection: &Redirection) -> Result<(), String> {
+        self.keeper.prepare(redirection).map_err(|error| crate::chain(&error))?;
+        let Environment { context, terms, .. } = &self.environment;
+        for host in earlier_hosts(redirection, terms.source.as_str()) {
+            let connection = repointing::prepare(context, &terms.migration, &host, redirection)?;
+            self.prepared.insert(host, connection);
+        }
+        Ok(())
+    }
+
+    /// Orders a step of the hosts that the VM has left before. Returns at once: they do not delay this host, and one that does
+    /// not answer finds out by itself.
+    fn order_earlier(&mut self, hosts: Vec<String>, step: RepointStep) {
+        let Environment { context, terms, .. } = &self.environment;
+        for host in hosts {
+            let (context, id) = (Arc::clone(context), terms.migration.clone());
+            let connection = self.prepared.remove(&host);
+            let order = move || {
+                if let Err(error) = repointing::order(&context, &id, &host, connection, step) {
+                    warn!(migration = %id, host, ?step, error, "a host that the VM has left before has to ask");
+                }
+            };
+            if let Err(error) = thread::Builder::new().name("repointing".to_owned()).spawn(order) {
+                warn!(%error, "cannot start a thread for a host that the VM has left before");
+            }
+        }
+    }
+
+    /// Returns the hosts that the VM has left before, and that may have prepared or reserved something.
+    fn hosts_to_undo(&self) -> Vec<String> {
+        let Environment { context, terms, .. } = &self.environment;
+        let agreed = self.agreed.as_ref().map(|agreed| agreed.redirection.clone());
+        let agreed = agreed.or_else(|| self.record().map(|record| record.redirection));
+        // Before both hosts have agreed, all of them were asked.
+        let asked = || {
+            let present = redirections::of_vm_here(&self.keeper, &context.config.host, &terms.migration.vm);
+            present.ok().flatten()
+        };
+        let redirection = agreed.or_else(asked);
+        redirection.map(|all| earlier_hosts(&all, terms.source.as_str())).unwrap_or_default()
     }
 
     /// Changes the report's section, if there is one.
@@ -62,8 +106,10 @@ impl LeavingRedirection {
     }
 
     /// Redirects the connections: the guest runs at the destination.
-    fn switch(&self, mut record: RedirectionRecord) {
+    fn switch(&mut self, mut record: RedirectionRecord) {
         let began = Instant::now();
+        let earlier = earlier_hosts(&record.redirection, self.environment.terms.source.as_str());
+        self.order_earlier(earlier, RepointStep::Switch);
         match self.keeper.switch(&mut record) {
             Ok(()) => self.report_times(|section| section.switch_us = Some(us(began))),
             // What is missing is recorded, and tried again.
@@ -82,6 +128,11 @@ impl LeavingRedirection {
     }
 }
 
+/// Returns the hosts that the VM has left before the source.
+fn earlier_hosts(redirection: &Redirection, source: &str) -> Vec<String> {
+    redirection.legs.iter().map(|leg| leg.host.clone()).filter(|host| host != source).collect()
+}
+
 fn us(since: Instant) -> u64 {
     since.elapsed().as_micros() as u64
 }
@@ -93,7 +144,8 @@ impl Participant for LeavingRedirection {
 
     fn report(&self, agreed: &Agreed<'_>, report: &mut Report) {
         let Some(RedirectedGuest { offer, redirection }) = agreed.redirection else { return };
-        let Some(tunnel) = redirection.legs.first().map(|leg| &leg.tunnel) else { return };
+        let own = redirection.legs.iter().find(|leg| leg.host == offer.place.host);
+        let Some(tunnel) = own.map(|leg| &leg.tunnel) else { return };
         let address = |wanted: &net::redirection::offer::WantedAddress| NewAddress {
             old: wanted.pair.guest,
             new: wanted.pair.public,
@@ -112,7 +164,7 @@ impl Participant for LeavingRedirection {
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
         self.agreed = agreed.redirection.cloned();
         let Some(RedirectedGuest { offer, redirection }) = &self.agreed else { return Ok(()) };
-        if offer.key.is_some()
+        if offer.end.key.is_some()
             && !net::redirection::offer::needs_keys(redirection)
             && let Err(error) = self.keeper.forget_key(&redirection.migration)
         {
@@ -149,9 +201,9 @@ impl Participant for LeavingRedirection {
 
     /// Without its tunnel the guest would lose its connections: it stays.
     fn before_stop(&mut self, _: &mut SourceVm) -> Result<(), Failure> {
-        let Some(guest) = &self.agreed else { return Ok(()) };
+        let Some(guest) = self.agreed.clone() else { return Ok(()) };
         let began = Instant::now();
-        self.make_tunnel(guest).map_err(|reason| {
+        self.make_tunnels(&guest.redirection).map_err(|reason| {
             let reason = format!("the VM's connections cannot be redirected: {reason}");
             Failure::new(SourceEvent::Failed, reason)
         })?;
@@ -185,6 +237,7 @@ impl Participant for LeavingRedirection {
 
     fn undo(&mut self, _: Option<&mut SourceVm>) -> UndoResult {
         self.environment.controls.report(|report| report.redirection = None);
+        self.order_earlier(self.hosts_to_undo(), RepointStep::Remove);
         match redirections::remove_of(&self.keeper, &self.environment.terms.migration) {
             Ok(()) => {
                 self.agreed = None;

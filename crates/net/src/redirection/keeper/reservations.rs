@@ -1,4 +1,4 @@
-//! Reservations of a migration for its end of a tunnel, before there is a record: a port of UDP, and a private key.
+//! Reservations of a migration for its ends of tunnels, before there is a record: ports of UDP, and a private key.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -18,31 +18,39 @@ impl RedirectionKeeper {
         let has_vxlan = records.iter().any(is_shared) || self.kernel.is_port_free(ports.vxlan);
         Ok(FreePorts {
             vxlan: has_vxlan.then_some(ports.vxlan),
-            wireguard: self.free_port(&records, ports.wireguard)?,
+            wireguard: self.wireguard_ports(&records, ports.wireguard, 1)?.pop(),
             range: ports.wireguard,
         })
     }
 
-    fn free_port(
+    /// Returns the ports for as many further tunnels of `WireGuard`, as far as ports are free.
+    pub fn further_ports(&self, ports: TunnelPorts, count: usize) -> Result<Vec<u16>, RedirectionError> {
+        let free = self.wireguard_ports(&self.records()?, ports.wireguard, count + 1)?;
+        Ok(free.into_iter().skip(1).collect())
+    }
+
+    fn wireguard_ports(
         &self,
         records: &[RedirectionRecord],
         [first, last]: [u16; 2],
-    ) -> Result<Option<u16>, RedirectionError> {
+        count: usize,
+    ) -> Result<Vec<u16>, RedirectionError> {
         let mut used: BTreeSet<_> =
             records.iter().flat_map(|record| record.own_ports(TunnelKind::WireGuard)).collect();
         for migration in self.files(self.store.ends())? {
             match self.store.end(&migration) {
                 // It was not needed, and has been removed since.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                end => drop(used.insert(self.files(end)?.port)),
+                end => used.extend(self.files(end)?.ports),
             }
         }
-        Ok((first..=last).find(|port| !used.contains(port) && self.kernel.is_port_free(*port)))
+        let is_free = |port: &u16| !used.contains(port) && self.kernel.is_port_free(*port);
+        Ok((first..=last).filter(is_free).take(count).collect())
     }
 
-    /// Reserves a port for this host's end of a migration's tunnel of `WireGuard`, and makes a private key. Returns the public
-    /// one and the port; none if no port is free. Both are kept until the end of the redirection, or until
-    /// [`forget_key`](Self::forget_key).
+    /// Reserves a port for this host's end of a tunnel of `WireGuard`, and makes a private key for all tunnels of the
+    /// migration. Returns the public one and the port; none if no port is free. All are kept until the end of the
+    /// redirection, or until [`forget_key`](Self::forget_key).
     pub fn reserve(
         &self,
         migration: &str,
@@ -50,8 +58,15 @@ impl RedirectionKeeper {
         ports: TunnelPorts,
     ) -> Result<Option<(Key, u16)>, RedirectionError> {
         let _changing = self.lock();
-        let Some(port) = self.free_port(&self.records()?, ports.wireguard)? else { return Ok(None) };
-        let end = ReservedEnd { key: self.files(wireguard::private_key())?, port };
+        let free = self.wireguard_ports(&self.records()?, ports.wireguard, 1)?.pop();
+        let Some(port) = free else { return Ok(None) };
+        let mut end = match self.store.end(migration) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                ReservedEnd { key: self.files(wireguard::private_key())?, ports: Vec::new() }
+            }
+            end => self.files(end)?,
+        };
+        end.ports.push(port);
         self.files(self.store.put_end(migration, &end))?;
         match self.kernel.public_key(&end.key, &KernelNames(number).tunnel()) {
             Ok(public) => Ok(Some((public, port))),

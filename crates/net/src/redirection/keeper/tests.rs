@@ -67,7 +67,7 @@ fn records_and_keys_are_private_and_last_until_removed() {
     for record in [&web, &db] {
         store.put(record).unwrap();
     }
-    let end = ReservedEnd { key: [7; 32], port: 7742 };
+    let end = ReservedEnd { key: [7; 32], ports: vec![7742, 7743] };
     store.put_end("web#3", &end).unwrap();
     assert_eq!(store.ends().unwrap(), ["web#3"]);
     assert!(!format!("{end:?}").contains("[7"), "{end:?}");
@@ -140,7 +140,18 @@ fn each_tunnel_of_wireguard_has_a_port_of_its_own() {
     assert_eq!(port("db#9"), Some(7744), "the first one is reserved before there is a record");
     assert_eq!((port("mail#1"), home.files().len()), (None, 2));
     home.keeper.forget_key("db#9").unwrap();
-    assert_eq!(port("db#9"), Some(7744));
+    assert_eq!(
+        home.keeper.further_ports(PORTS, 9).unwrap(),
+        Vec::<u16>::new(),
+        "one is for the first tunnel"
+    );
+    // All tunnels of a migration have one key, and each has another port.
+    home.keeper.forget_key("web#3").unwrap();
+    assert_eq!(home.keeper.further_ports(PORTS, 9).unwrap(), [7744]);
+    let [first, second] = [7, 8].map(|number| home.keeper.reserve("db#9", number, PORTS).unwrap().unwrap());
+    assert_eq!((first.0 == second.0, first.1, second.1), (true, 7743, 7744));
+    home.keeper.forget_key("db#9").unwrap();
+    assert_eq!((port("web#3"), port("db#9")), (Some(7743), Some(7744)));
     // Where another program has the port of VXLAN, there is none; other tunnels of ours share it.
     assert_eq!(home.keeper.free_ports(PORTS).unwrap().vxlan, Some(7741));
     home.redirect(&first());

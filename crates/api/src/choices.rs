@@ -134,6 +134,18 @@ pub enum PacketsAtStop {
     Drop,
 }
 
+/// Owner of the addresses that a VM gets in another network.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
+pub enum NewAddressOwner {
+    /// The destination translates them: nothing changes in the VM.
+    #[default]
+    Host,
+    /// The VM itself, beside its old ones (Bradford et al., section 3.3). Something in the VM adds them.
+    Vm,
+}
+
 /// Use of deltas for pages that are sent again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

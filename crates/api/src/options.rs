@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "comparison")]
 use crate::choices::Restraints;
 use crate::choices::{
-    Compress, DeltaUse, HintedMemory, NetworkCheck, OnLimit, PacketsAtStop, StopPolicy, ThrottleCpu,
-    ThrottleWrites,
+    Compress, DeltaUse, HintedMemory, NetworkCheck, NewAddressOwner, OnLimit, PacketsAtStop, StopPolicy,
+    ThrottleCpu, ThrottleWrites,
 };
 #[cfg(feature = "cli")]
 use crate::rate::Rate;
@@ -142,6 +142,11 @@ options! {
     /// and their senders have to send them again (hold)
     #[arg(long, value_name = "hold|drop", hide_possible_values = true)]
     packets_at_stop: PacketsAtStop = PacketsAtStop::Hold;
+
+    /// Owner of the addresses of --new-address: `host` translates them, so that nothing changes in the VM; `vm` has them
+    /// configured itself beside its old ones, which something in the VM has to do (host)
+    #[arg(long, value_name = "host|vm", hide_possible_values = true)]
+    new_address_owner: NewAddressOwner = NewAddressOwner::Host;
 
     /// Ways in which copying may restrain itself while the VM waits for processors: `none`, `niceness`, `all` (all)
     #[cfg(feature = "comparison")]

@@ -25,8 +25,7 @@ use whimbrel_net as net;
 
 /// Moves the guest from the old host to the new one.
 fn first_move(network: &Network, addressing: NewAddressMode) -> Redirection {
-    let families = if addressing == NewAddressMode::Configured { &BOTH[..1] } else { &BOTH[..] };
-    network.first_move(addressing, families, tunnel(TunnelKind::Vxlan))
+    network.first_move(addressing, &BOTH, tunnel(TunnelKind::Vxlan))
 }
 
 #[test]
@@ -270,19 +269,25 @@ fn a_guest_can_have_both_addresses() {
     let network = Network::new();
     let before = network.state();
     let redirection = first_move(&network, NewAddressMode::Configured);
-    let mut old = network.connect(Family::V4, OLD);
-    let (mut opened, _) = network.connect_from_guest(Family::V4);
+    let mut all: Vec<_> = BOTH.iter().map(|family| network.connect(*family, OLD)).collect();
+    all.extend(BOTH.iter().map(|family| network.connect_from_guest(*family).0));
     let mut records = network.prepare(&redirection);
     network.move_guest(NEW);
     network.switch(&mut records);
+    // Before anything in the guest knows the new network.
+    all.iter_mut().for_each(Ends::exchange);
     network.give_new_address();
-    let mut new = network.connect(Family::V4, NEW);
-    let (mut later, from) = network.connect_from_guest(Family::V4);
-    assert_eq!(from, Family::V4.guest(NEW));
-    for connection in [&mut old, &mut opened, &mut new, &mut later] {
-        connection.exchange();
+    for family in BOTH {
+        network.connect(family, OLD).exchange();
+        all.push(network.connect(family, NEW));
+        let (later, from) = network.connect_from_guest(family);
+        assert_eq!(from, family.guest(NEW));
+        all.push(later);
+        let (mut neighbour, _) = network.connect_to_neighbour(family);
+        neighbour.exchange();
     }
-    drop((old, opened, new, later));
+    all.iter_mut().for_each(Ends::exchange);
+    drop(all);
     network.remove(records);
     network.move_guest(OLD);
     assert_eq!(network.state(), before);

@@ -58,13 +58,8 @@ impl Daemon {
         };
         let largest = self.context.journal.largest_epoch(&vm).map_err(|error| internal(&error))?;
         let id = MigrationId { vm, epoch: largest.next() };
-        let redirection = preflight::offer_redirection(
-            &self.context,
-            &mut offer.vm,
-            (&id, &report.to),
-            &request.new_addresses,
-            true,
-        );
+        let redirection =
+            preflight::offer_redirection(&self.context, &mut offer.vm, (&id, &report.to), request, true);
         match redirection {
             Ok(redirection) => offer.proposal.redirection = redirection,
             Err(found) => report.source_findings.push(found),
@@ -119,13 +114,7 @@ impl Daemon {
         };
         let goals = Goals::new(request, &self.context.config);
         let parties = (&terms.migration, &terms.destination);
-        let redirection = preflight::offer_redirection(
-            &self.context,
-            &mut offer.vm,
-            parties,
-            &request.new_addresses,
-            false,
-        );
+        let redirection = preflight::offer_redirection(&self.context, &mut offer.vm, parties, request, false);
         let proposal = Proposal {
             redirection: redirection.map_err(|found| refused(&request.vm, vec![found]))?,
             registry_epoch: held,

@@ -14,8 +14,8 @@ use net::redirection::offer::{self, ArrivalSide, MigrationRef, RedirectionOffer,
 use net::redirection::preflight::{FindingSeverity, RedirectionFacts, RedirectionFinding};
 use net::redirection::tunnel::Key;
 use net::redirection::{
-    AddressPair, Attachment, GuestPlace, OfferedEnd, Redirection, RedirectionKeeper, RedirectionRecord,
-    TunnelKind, host_facts,
+    AddressPair, Attachment, GuestPlace, NewAddressMode, OfferedEnd, Redirection, RedirectionKeeper,
+    RedirectionRecord, TunnelKind, host_facts,
 };
 use net::{Mac, addresses};
 use proto::message::{Finding, Proposal, Severity, is_blocked};
@@ -28,15 +28,14 @@ use crate::config::RedirectionConfig;
 use crate::redirections::{self, AgreedRedirection};
 use crate::repointing;
 use crate::{Context, SourceVm};
-use api::NewAddress;
+use api::{NewAddress, NewAddressOwner};
 
 /// Returns the addresses that a VM gets without being named: those of a network to which it returns.
 pub fn returning_addresses(context: &Context, request: &api::MigrateRequest) -> Vec<NewAddress> {
     let here = redirections::of_vm_here(&context.redirections, &context.config.host, &request.vm);
     let Ok(Some(redirection)) = here else { return Vec::new() };
-    let leg = redirection.legs.iter().find(|leg| leg.host == request.to.as_str());
-    let address = |pair: &AddressPair| NewAddress { old: pair.guest, new: pair.public, prefix: None };
-    leg.map(|leg| leg.attachment.pairs.iter().map(address).collect()).unwrap_or_default()
+    let address = |pair: AddressPair| NewAddress { old: pair.guest, new: pair.public, prefix: None };
+    offer::returning_addresses(&redirection, request.to.as_str()).into_iter().map(address).collect()
 }
 
 /// Describes what this host has for the redirection of a VM that leaves with new addresses; the result is for its
@@ -45,9 +44,10 @@ pub fn offer_redirection(
     context: &Context,
     vm: &mut SourceVm,
     (id, to): (&MigrationId, &HostId),
-    wanted: &[NewAddress],
+    request: &api::MigrateRequest,
     is_check: bool,
 ) -> Result<Option<serde_json::Value>, Finding> {
+    let wanted = &request.new_addresses;
     let keeper = &context.redirections;
     let former = redirections::of_vm_here(keeper, &context.config.host, &id.vm)
         .map_err(|error| impossible(&crate::chain(&error)))?;
@@ -56,6 +56,15 @@ pub fn offer_redirection(
     }
     let offered = try_offer(context, vm, (id, to), wanted, former);
     let mut offered = offered.map_err(|reason| impossible(&reason))?;
+    let usual = context.config.migration.new_address_owner;
+    offered.addressing = match (request.options.new_address_owner, &offered.former) {
+        // What is not requested stays as it is.
+        (None, Some(former)) => former.addressing,
+        (requested, _) => match requested.unwrap_or(usual) {
+            NewAddressOwner::Host => NewAddressMode::Nat,
+            NewAddressOwner::Vm => NewAddressMode::Configured,
+        },
+    };
     let end = &mut offered.end;
     if !is_check && end.facts.tunnels.contains(&TunnelKind::WireGuard) {
         let ports = context.config.redirection.ports();
@@ -139,6 +148,7 @@ fn try_offer(
             key: None,
             facts,
         },
+        addressing: NewAddressMode::Nat,
         former,
         earlier: BTreeMap::new(),
         lost: BTreeMap::new(),
@@ -318,7 +328,13 @@ fn finding(found: RedirectionFinding) -> Finding {
 /// Says what will happen to the VM's connections.
 fn redirected(redirection: &Redirection) -> Finding {
     let pairs = redirection.place.attachment.pairs.iter();
-    let pairs: Vec<_> = pairs.map(|pair| format!("{} at {}", pair.guest, pair.public)).collect();
+    let is_translated = redirection.is_translated();
+    let pairs: Vec<_> = pairs
+        .map(|pair| match is_translated {
+            true => format!("{} at {}", pair.guest, pair.public),
+            false => pair.public.to_string(),
+        })
+        .collect();
     let tunnel = redirection.legs.first().map(|leg| &leg.tunnel);
     let by = tunnel.map_or_else(String::new, |tunnel| {
         format!(" through a tunnel ({}, {} bytes)", tunnel.kind, tunnel.mtu)
@@ -331,7 +347,10 @@ fn redirected(redirection: &Redirection) -> Finding {
             pairs.join(", "),
             redirection.place.host
         ),
-        advice: "nothing to do".to_owned(),
+        advice: match is_translated {
+            true => "nothing to do".to_owned(),
+            false => format!("configure {} in the VM, beside its other addresses", pairs.join(", ")),
+        },
     }
 }
 

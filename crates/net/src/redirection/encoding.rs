@@ -4,6 +4,7 @@ use std::io;
 use std::net::IpAddr;
 
 use super::kernel_names::MARK_MASK;
+use super::model::Prefix;
 use super::rules::{ChainHook, RuleChain, RuleExpression, RuleFamily, RuleTable};
 use crate::divert::{begin_batch, end_batch, expression, nfgen};
 use crate::ethernet::{ARP, IPV6};
@@ -53,6 +54,10 @@ mod abi {
     pub(super) const NAME_BYTES: usize = 16;
     /// Option of TCP: the largest segment.
     pub(super) const SEGMENT_OPTION: u8 = 2;
+    /// Protocol in IPv6, and its question for a neighbour.
+    pub(super) const ICMPV6: u8 = 58;
+    /// See [`ICMPV6`].
+    pub(super) const NEIGHBOUR_SOLICITATION: u8 = 135;
 }
 
 /// Composes the requests that make a table in place of one with the same name, in one step. `index_of` returns the number
@@ -158,6 +163,11 @@ fn encode(
             bits(requests, &[1], &[0]);
             compare(requests, abi::EQUAL, &[0]);
         }
+        RuleExpression::DestinationMac(mac) => {
+            load_bytes(requests, abi::LINK, 0, 6);
+            compare(requests, abi::EQUAL, &mac.0);
+        }
+        RuleExpression::SolicitationFor(range) => solicitation_for(requests, *range),
         RuleExpression::Arp => kind_is(requests, ARP),
         RuleExpression::ArpOf(address) => {
             kind_is(requests, ARP);
@@ -309,6 +319,20 @@ fn address_is(requests: &mut Requests, family: RuleFamily, address: IpAddr, is_s
             compare(requests, abi::EQUAL, &address.octets());
         }
     }
+}
+
+/// Compares a packet with a neighbour solicitation, which has no extension headers, for an address in a range.
+fn solicitation_for(requests: &mut Requests, range: Prefix) {
+    let IpAddr::V6(first) = range.first().address else { return };
+    let mask = u128::MAX.checked_shl(128 - u32::from(range.length)).unwrap_or(0);
+    kind_is(requests, IPV6);
+    for (offset, value) in [(6, abi::ICMPV6), (40, abi::NEIGHBOUR_SOLICITATION)] {
+        load_bytes(requests, abi::NETWORK, offset, 1);
+        compare(requests, abi::EQUAL, &[value]);
+    }
+    load_bytes(requests, abi::NETWORK, 48, 16);
+    bits(requests, &mask.to_be_bytes(), &[0; 16]);
+    compare(requests, abi::EQUAL, &first.octets());
 }
 
 fn tcp_flags(requests: &mut Requests, mask: u8, operation: u32, flags: u8) {

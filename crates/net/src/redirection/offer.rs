@@ -41,6 +41,9 @@ pub struct RedirectionOffer {
     pub place: GuestPlace,
     /// Addresses that it is to have.
     pub wanted: Vec<WantedAddress>,
+    /// Owner of the addresses that it is to have.
+    #[serde(default)]
+    pub addressing: NewAddressMode,
     /// That host's end of a tunnel.
     pub end: OfferedEnd,
     /// Redirection of the guest that is active there.
@@ -100,7 +103,7 @@ impl RedirectionOffer {
             && hosts.contains(self.place.host.as_str())
             && redirection.legs.iter().all(is_offered)
             && (redirection.migration.as_str(), redirection.epoch) == (of.migration, of.epoch)
-            && redirection.card == self.card
+            && (redirection.card, redirection.addressing) == (self.card, self.addressing)
             && redirection.place.host == destination
     }
 
@@ -153,7 +156,7 @@ pub fn agree(
             migration: of.migration.to_owned(),
             epoch: of.epoch,
             card: offer.card,
-            addressing: NewAddressMode::Nat,
+            addressing: offer.addressing,
             from: offer.place.clone(),
             to: place(offer, here),
             tunnels: tunnels.clone(),
@@ -270,7 +273,11 @@ fn place(offer: &RedirectionOffer, here: &ArrivalSide<'_>) -> GuestPlace {
             lan.subnets.push(Subnet { prefix, gateway: None });
         }
     }
-    let pairs: Vec<_> = offer.wanted.iter().map(|wanted| wanted.pair).collect();
+    let owned = |pair: AddressPair| match offer.addressing {
+        NewAddressMode::Nat => pair,
+        NewAddressMode::Configured => AddressPair { guest: pair.public, ..pair },
+    };
+    let pairs: Vec<_> = offer.wanted.iter().map(|wanted| owned(wanted.pair)).collect();
     let is_home = pairs.iter().all(|pair| pair.is_same());
     let mac = if is_home { offer.card } else { KernelNames(offer.end.number).proxy_mac() };
     GuestPlace {
@@ -299,7 +306,53 @@ fn obstacles(offer: &RedirectionOffer, here: &ArrivalSide<'_>) -> Vec<Redirectio
         blocker("network-unknown", text, advice)
     };
     let findings = attachment.pairs.iter().filter(|pair| !known(pair)).map(unknown);
-    findings.chain(offer.end.obstacles(source, here)).collect()
+    findings.chain(offer.end.obstacles(source, here)).chain(addressing_obstacles(offer, here)).collect()
+}
+
+/// Finds what stands against the owner of the new addresses.
+fn addressing_obstacles(offer: &RedirectionOffer, here: &ArrivalSide<'_>) -> Vec<RedirectionFinding> {
+    let mut findings = Vec::new();
+    let owner = |addressing| match addressing {
+        NewAddressMode::Nat => "its host",
+        NewAddressMode::Configured => "the VM itself",
+    };
+    if let Some(former) = offer.former.as_ref().filter(|former| former.addressing != offer.addressing) {
+        let text = format!(
+            "{} has the VM's addresses in the network of {}, and {} is to have those in the next one",
+            owner(former.addressing),
+            offer.place.host,
+            owner(offer.addressing)
+        );
+        let advice = "omit --new-address-owner, or end the present redirection: `whimbrel net release --all`";
+        findings.push(blocker("address-owner-differs", text, advice.to_owned()));
+    }
+    if offer.addressing == NewAddressMode::Configured && here.lan.bridge.is_none() {
+        let text = format!(
+            "{} of {} is in no bridge: nothing there reaches an address of the VM",
+            here.interface, here.host
+        );
+        let advice = "put it into a bridge, or choose --new-address-owner host".to_owned();
+        findings.push(blocker("bridge-missing", text, advice));
+    }
+    findings
+}
+
+/// Returns the addresses of a guest that returns to a host which it has left: those that it has now, with those by which it
+/// is reached there.
+pub fn returning_addresses(redirection: &Redirection, host: &str) -> Vec<AddressPair> {
+    let leg = redirection.legs.iter().find(|leg| leg.host == host);
+    let pairs = leg.map(|leg| leg.attachment.pairs.clone()).unwrap_or_default();
+    if redirection.is_translated() {
+        return pairs;
+    }
+    // Those of one family, in their order.
+    let here = &redirection.place.attachment.pairs;
+    let mut now: Vec<_> = here.iter().map(|pair| pair.public).collect();
+    let paired = |there: AddressPair| {
+        let place = now.iter().position(|now| now.is_ipv4() == there.public.is_ipv4());
+        AddressPair { guest: place.map_or(there.guest, |place| now.remove(place)), public: there.public }
+    };
+    pairs.into_iter().map(paired).collect()
 }
 
 fn ends(host: &str, reason: Option<&String>) -> RedirectionFinding {

@@ -115,6 +115,10 @@ pub enum RuleExpression {
     CtState(u32),
     /// The frame is for one MAC address.
     Unicast,
+    /// The frame is for this MAC address.
+    DestinationMac(Mac),
+    /// The packet of IPv6 asks for a neighbour in this range.
+    SolicitationFor(Prefix),
     /// The frame is an ARP message of the sender with this address.
     ArpOf(Ipv4Addr),
     /// The ARP message is not about an address in this range.
@@ -170,9 +174,13 @@ pub(super) fn bypass(redirection: &Redirection, names: KernelNames) -> Vec<RuleC
     let from_guest = if redirection.is_translated() {
         vec![[vec![RuleExpression::Unicast], to_host().to_vec()].concat(), vec![forward()]]
     } else {
-        let subnets = redirection.place.attachment.lan.subnets.iter().map(|network| network.prefix);
-        let subnets = subnets.filter(|prefix| prefix.address.is_ipv4());
-        let others: Vec<_> = subnets.map(RuleExpression::NotArpFor).collect();
+        let subnets = || redirection.place.attachment.lan.subnets.iter().map(|network| network.prefix);
+        let (v4, v6): (Vec<_>, Vec<_>) = subnets().partition(|prefix| prefix.address.is_ipv4());
+        let others: Vec<_> = v4.into_iter().map(RuleExpression::NotArpFor).collect();
+        let passes = |range| vec![RuleExpression::SolicitationFor(range), RuleExpression::Accept];
+        // What was once resolved here, whoever asks; and neighbours in the new network, which answer by themselves.
+        let bypass = vec![RuleExpression::DestinationMac(names.bypass_mac()), forward()];
+        let first = std::iter::once(bypass).chain(v6.into_iter().map(passes));
         let of = |address: &IpAddr| match address {
             IpAddr::V4(v4) => vec![
                 [vec![RuleExpression::Source(*address)], to_host().to_vec()].concat(),
@@ -185,7 +193,7 @@ pub(super) fn bypass(redirection: &Redirection, names: KernelNames) -> Vec<RuleC
                 vec![RuleExpression::Source(*address), forward()],
             ],
         };
-        redirection.guest_addresses().iter().flat_map(of).collect()
+        first.chain(redirection.guest_addresses().iter().flat_map(of)).collect()
     };
     let to_guest = vec![vec![RuleExpression::SetWholeMark(BYPASS_MARK), RuleExpression::Forward(tap())]];
     let port = ChainHook::Ingress(names.bypass_port());

@@ -232,12 +232,13 @@ impl Network {
         self.join(to);
     }
 
-    /// Gives the guest the new address itself, as something in the guest would.
+    /// Gives the guest the new addresses itself, as something in the guest would.
     pub(crate) fn give_new_address(&self) {
-        address(self.guest(), "eth0", Family::V4.guest(NEW), Family::V4);
-        let gateway = Family::V4.gateway(NEW).to_string();
-        let own = Family::V4.guest(NEW).to_string();
-        self.guest().run(&["ip", "route", "replace", "default", "via", &gateway, "src", &own]).unwrap();
+        for family in BOTH {
+            address(self.guest(), "eth0", family.guest(NEW), family);
+            let (gateway, own) = (family.gateway(NEW).to_string(), family.guest(NEW).to_string());
+            self.guest().run(&["ip", "route", "replace", "default", "via", &gateway, "src", &own]).unwrap();
+        }
     }
 
     /// Returns a place of the guest.

@@ -35,6 +35,7 @@ fn offer() -> RedirectionOffer {
         card: CARD,
         place,
         wanted: vec![wanted("10.1.0.5", "10.2.0.5")],
+        addressing: NewAddressMode::Nat,
         end: end(1, 2, 31),
         former: None,
         earlier: BTreeMap::new(),

@@ -195,7 +195,7 @@ fn a_guest_that_moves_back_takes_its_redirection_along() {
 
 /// Returns the redirection of the guest that moves on from the second host to the third one.
 fn moved_on(network: &Network, first: &Redirection) -> Redirection {
-    let tunnel = |from| tunnel_between(TunnelKind::Vxlan, from, THIRD);
+    let tunnel = |from| tunnel_between(TunnelKind::Vxlan, Family::V4, from, THIRD);
     let next = NetworkMove {
         migration: "guest#4".to_owned(),
         epoch: 4,
@@ -294,6 +294,30 @@ fn a_guest_can_have_both_addresses() {
 }
 
 #[test]
+fn former_neighbours_of_ipv6_are_reached() {
+    let network = Network::new();
+    network.add_neighbour();
+    let before = network.state();
+    let mut redirection = first_move(&network, NewAddressMode::Nat);
+    // The host has spoken with its neighbours, and with the guest.
+    network.meet_neighbours();
+    let lan = network.host(OLD).within(|| host_facts::lan(network::TAP, network::CARD)).unwrap().unwrap();
+    redirection.legs[0].attachment.lan = lan.clone();
+    redirection.home_lan = Some(lan);
+    let mut records = network.prepare(&redirection);
+    network.move_guest(NEW);
+    network.switch(&mut records);
+    for address in [network::neighbour(), Family::V6.host(OLD)] {
+        let (mut ends, from) = network.connect_to(address);
+        ends.exchange();
+        assert_eq!(from, Family::V6.guest(OLD), "{address}");
+    }
+    network.remove(records);
+    network.move_guest(OLD);
+    assert_eq!(network.state(), before);
+}
+
+#[test]
 fn facts_are_read_from_the_kernel() {
     let network = Network::new();
     let before = network.state();
@@ -310,7 +334,7 @@ fn facts_are_read_from_the_kernel() {
     host.run(&["ip", "tuntap", "add", "dev", "tap9", "mode", "tap"]).unwrap();
     assert!(host.within(|| host_facts::is_tap("tap9")).unwrap().unwrap());
     host.run(&["ip", "link", "set", "dev", "tap9", "master", "vms"]).unwrap();
-    let lan = host.within(|| host_facts::lan("tap9")).unwrap().unwrap();
+    let lan = host.within(|| host_facts::lan("tap9", network::CARD)).unwrap().unwrap();
     assert_eq!((lan.bridge.as_deref(), lan.mtu), (Some("vms"), 1500));
     let of_host = |family: Family| Subnet {
         prefix: Prefix { address: family.host(NEW), length: family.length() },
@@ -331,7 +355,15 @@ fn facts_are_read_from_the_kernel() {
 
 #[test]
 fn each_kind_of_tunnel_carries_connections() {
-    for kind in TunnelKind::ALL.into_iter().filter(|kind| !tunnels::carries(*kind)) {
+    for kind in TunnelKind::ALL.into_iter().filter(|kind| !tunnels::carries(*kind, Family::V4)) {
         lab::not_tried(format!("redirection by {kind}: this kernel has no {}", kind.module()));
+    }
+}
+
+#[test]
+fn each_kind_of_tunnel_passes_a_network_of_ipv6() {
+    let kinds = TunnelKind::ALL.into_iter().filter(|kind| *kind != TunnelKind::Ipip);
+    for kind in kinds.filter(|kind| !tunnels::carries(*kind, Family::V6)) {
+        lab::not_tried(format!("redirection by {kind} over IPv6: this kernel does not have it"));
     }
 }

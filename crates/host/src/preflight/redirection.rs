@@ -120,7 +120,7 @@ fn try_offer(
             interface: interface.clone(),
             number,
             attachment: Attachment {
-                lan: host_facts::lan(&interface).map_err(io)?,
+                lan: host_facts::lan(&interface, card).map_err(io)?,
                 mac: card,
                 pairs: olds.iter().map(|old| AddressPair { guest: *old, public: *old }).collect(),
             },
@@ -251,7 +251,7 @@ impl ExpectedRedirection {
         let side = ArrivalSide {
             host: self.host.as_str(),
             interface,
-            lan: host_facts::lan(interface).map_err(io)?,
+            lan: host_facts::lan(interface, self.offer.card).map_err(io)?,
             facts: &facts,
             more_ports: &more_ports,
             is_trusted: self.config.trusted_path,

@@ -12,7 +12,7 @@ use tracee::{PacketSocket, VIRTIO_HEADER_BYTES};
 
 use super::kernel;
 use super::kernel_names::{KernelNames, number_of_device};
-use super::model::{Lan, Prefix, Subnet};
+use super::model::{Lan, MOST_NETWORKS, Prefix, Subnet};
 use super::plan::KernelFeatures;
 use super::preflight::{DropPolicyChain, RedirectionFacts};
 use super::tunnel::{FreePorts, TunnelKind};
@@ -158,8 +158,9 @@ fn own_by_device() -> io::Result<Vec<(u32, Prefix)>> {
     Ok(found)
 }
 
-/// Returns the network of an interface, as far as the host knows it: by its own addresses there, and its gateways.
-pub fn lan(interface: &str) -> io::Result<Lan> {
+/// Returns the network of an interface, behind which a guest's card is, as far as the host knows it: by its own
+/// addresses there, its gateways, and the neighbours of IPv6 with which it has spoken.
+pub fn lan(interface: &str, card: Mac) -> io::Result<Lan> {
     let port = bridge_ports::bridge_port(interface)?;
     let index =
         port.as_ref().map_or_else(|| Socket::route()?.index_of(interface), |port| Ok(port.bridge_index))?;
@@ -172,6 +173,7 @@ pub fn lan(interface: &str) -> io::Result<Lan> {
         let own = own.map(|(_, address)| address).filter(|own| !is_link_local(own.address));
         let gateways: Vec<_> = bridge_ports::next_hops(port.bridge_index)?.into_iter().collect();
         lan.subnets = subnets(own, &gateways);
+        lan.neighbours = v6_neighbours(&lan.subnets, &bridge_ports::neighbours(&port.bridge)?, card);
     }
     (lan.bridge, lan.vlan) = (Some(port.bridge), port.vlan);
     Ok(lan)
@@ -190,6 +192,20 @@ fn subnets(own: impl Iterator<Item = Prefix>, gateways: &[IpAddr]) -> Vec<Subnet
         gateways.iter().find(is_there).copied()
     };
     own.map(|prefix| Subnet { prefix, gateway: gateway(prefix) }).collect()
+}
+
+/// Returns the addresses of IPv6 in these networks that are not the guest's: those of the host, and of its neighbours.
+fn v6_neighbours(subnets: &[Subnet], known: &[(IpAddr, Mac)], card: Mac) -> Vec<Ipv6Addr> {
+    let v6 = |address: IpAddr| match address {
+        IpAddr::V6(address) => Some(address).filter(|address| !address.is_unicast_link_local()),
+        IpAddr::V4(_) => None,
+    };
+    let is_there = |address: &IpAddr| subnets.iter().any(|network| network.prefix.contains(*address));
+    let own: Vec<_> = subnets.iter().filter_map(|network| v6(network.prefix.address)).collect();
+    let others = known.iter().filter(|(_, mac)| *mac != card).map(|(address, _)| *address);
+    let others: BTreeSet<_> = others.filter(is_there).filter_map(v6).collect();
+    let others = others.into_iter().filter(|address| !own.contains(address));
+    own.iter().copied().chain(others).take(MOST_NETWORKS).collect()
 }
 
 /// Returns the facts of this host for a redirection with a tunnel of this number between these addresses, its own first.
@@ -391,6 +407,23 @@ mod tests {
         let found = subnets(own.into_iter(), &gateways);
         let gateways = found.iter().map(|network| network.gateway.map(|gateway| gateway.to_string()));
         assert_eq!(gateways.collect::<Vec<_>>(), [Some("10.0.0.254".into()), None, Some("fe80::1".into())]);
+    }
+
+    #[test]
+    fn neighbours_are_in_the_network_and_not_the_guest() {
+        let subnet = |text: &str, length| Subnet {
+            prefix: Prefix { address: text.parse().unwrap(), length },
+            gateway: None,
+        };
+        let subnets = [subnet("10.0.0.2", 24), subnet("fd00::2", 64)];
+        let (card, other) = (Mac([2, 0, 0, 0, 0, 1]), Mac([2, 0, 0, 0, 0, 2]));
+        let known = [("fd00::9", other), ("fd00::5", card), ("fe80::9", other), ("fd01::9", other)];
+        let known = known.into_iter().chain([("10.0.0.9", other), ("fd00::2", other)]);
+        let known: Vec<_> = known.map(|(text, mac)| (text.parse().unwrap(), mac)).collect();
+        let found = v6_neighbours(&subnets, &known, card);
+        assert_eq!(found.iter().map(ToString::to_string).collect::<Vec<_>>(), ["fd00::2", "fd00::9"]);
+        let many: Vec<_> = (0..200).map(|host| (format!("fd00::1:{host}").parse().unwrap(), other)).collect();
+        assert_eq!(v6_neighbours(&subnets, &many, card).len(), MOST_NETWORKS);
     }
 
     proptest! {

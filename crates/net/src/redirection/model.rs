@@ -81,6 +81,9 @@ pub struct Subnet {
     pub gateway: Option<IpAddr>,
 }
 
+/// Most networks, and most neighbours, of a [`Lan`].
+pub const MOST_NETWORKS: usize = 64;
+
 /// Network of a host to which a guest's tap belongs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lan {
@@ -92,7 +95,8 @@ pub struct Lan {
     pub mtu: u32,
     /// Its addresses.
     pub subnets: Vec<Subnet>,
-    /// IPv6 neighbours that the guest may ask for. Those of IPv4 need no list.
+    /// IPv6 neighbours that the guest may ask for, as far as the host knows them, with its own addresses. Those of IPv4
+    /// need no list.
     pub neighbours: Vec<Ipv6Addr>,
 }
 

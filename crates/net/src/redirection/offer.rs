@@ -7,7 +7,9 @@ use std::net::IpAddr;
 use serde::{Deserialize, Serialize};
 
 use super::kernel_names::{KernelNames, MOST_LEGS};
-use super::model::{AddressPair, Attachment, GuestPlace, Lan, NewAddressMode, Prefix, Redirection, Subnet};
+use super::model::{
+    AddressPair, Attachment, GuestPlace, Lan, MOST_NETWORKS, NewAddressMode, Prefix, Redirection, Subnet,
+};
 use super::next_move::{NetworkMove, next_redirection};
 pub use super::offered_end::ArrivalSide;
 use super::offered_end::OfferedEnd;
@@ -18,8 +20,6 @@ use crate::ethernet::Mac;
 
 /// Most addresses of a guest in an offer.
 pub const MOST_PAIRS: usize = 16;
-/// Most networks and neighbours of a guest in an offer.
-const MOST_NETWORKS: usize = 64;
 /// Longest name of an interface.
 const NAME_BYTES: usize = 15;
 

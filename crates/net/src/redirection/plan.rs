@@ -363,10 +363,16 @@ impl Planner<'_> {
 
     /// Plans answers for the gateways and neighbours of IPv6, which have to be named one by one.
     fn v6_neighbours(&mut self, bypass: &str) {
-        let Some(home) = &self.redirection.home_lan else { return };
-        let gateways = home.subnets.iter().filter_map(|network| network.gateway);
-        let mut known: BTreeSet<_> = gateways.filter(IpAddr::is_ipv6).collect();
-        known.extend(home.neighbours.iter().copied().map(IpAddr::from));
+        let redirection = self.redirection;
+        // A guest that has all addresses itself knows the neighbours of each.
+        let left = redirection.legs.iter().filter(|_| !redirection.is_translated());
+        let lans = left.map(|leg| &leg.attachment.lan).chain(&redirection.home_lan);
+        let mut known: BTreeSet<IpAddr> = BTreeSet::new();
+        for lan in lans {
+            let gateways = lan.subnets.iter().filter_map(|network| network.gateway);
+            known.extend(gateways.filter(IpAddr::is_ipv6));
+            known.extend(lan.neighbours.iter().copied().map(IpAddr::from));
+        }
         for address in known {
             let device = bypass.to_owned();
             let is_link_local = matches!(address, IpAddr::V6(address) if address.is_unicast_link_local());

@@ -103,13 +103,13 @@ impl Ends {
 pub(crate) const BOTH: [Family; 2] = [Family::V4, Family::V6];
 
 pub(crate) fn tunnel(kind: TunnelKind) -> Tunnel {
-    tunnel_between(kind, OLD, NEW)
+    tunnel_between(kind, Family::V4, OLD, NEW)
 }
 
 /// Returns the tunnel from a host that the guest has left to another one.
-pub(crate) fn tunnel_between(kind: TunnelKind, from: usize, to: usize) -> Tunnel {
-    let mtu = tunnels::mtu(kind, false, 1500);
-    let (old_endpoint, new_endpoint) = (Family::V4.host(from), Family::V4.host(to));
+pub(crate) fn tunnel_between(kind: TunnelKind, outer: Family, from: usize, to: usize) -> Tunnel {
+    let mtu = tunnels::mtu(kind, outer == Family::V6, 1500);
+    let (old_endpoint, new_endpoint) = (outer.host(from), outer.host(to));
     let ports = if kind == TunnelKind::WireGuard { [7742, 7743] } else { [7741; 2] };
     Tunnel { kind, old_endpoint, new_endpoint, mtu, ports, keys: None }
 }
@@ -363,8 +363,26 @@ impl Network {
 
     /// Connects the guest with a neighbour in its old network.
     pub(crate) fn connect_to_neighbour(&self, family: Family) -> (Ends, IpAddr) {
-        let neighbour = family.gateway(OLD);
-        Self::connection(self.guest(), &self.lab.router, neighbour, neighbour)
+        self.connect_to(family.gateway(OLD))
+    }
+
+    /// Connects the guest with a machine in its old network.
+    pub(crate) fn connect_to(&self, address: IpAddr) -> (Ends, IpAddr) {
+        let is_host = BOTH.iter().any(|family| family.host(OLD) == address);
+        let machine = if is_host { self.host(OLD) } else { &self.lab.router };
+        Self::connection(self.guest(), machine, address, address)
+    }
+
+    /// Gives the router one more address of IPv6 in the old network: that of a neighbour which is no gateway.
+    pub(crate) fn add_neighbour(&self) {
+        address(&self.lab.router, VM_BRIDGE, neighbour(), Family::V6);
+    }
+
+    /// Lets the old host speak with that neighbour, and with the guest.
+    pub(crate) fn meet_neighbours(&self) {
+        Self::connection(self.host(OLD), &self.lab.router, neighbour(), neighbour());
+        let guest = Family::V6.guest(OLD);
+        Self::connection(self.host(OLD), self.guest(), guest, guest);
     }
 
     /// Returns the whole network state of all hosts, but for the guest's tap, which moves, and for what the kernels learn
@@ -372,6 +390,11 @@ impl Network {
     pub(crate) fn state(&self) -> Vec<BTreeMap<String, String>> {
         self.sides().map(|side| state(self.host(side))).collect()
     }
+}
+
+/// Returns the address of a neighbour in the old network that is no gateway.
+pub(crate) fn neighbour() -> IpAddr {
+    Family::V6.address(Family::network(OLD), 0, 9)
 }
 
 fn address(host: &Host, device: &str, address: IpAddr, family: Family) {

@@ -4,13 +4,13 @@ use net::redirection::tunnel::TunnelPorts;
 use net::redirection::{NewAddressMode, TunnelKind, host_facts};
 use whimbrel_net as net;
 
-use crate::network::{BOTH, Family, NEW, Network, OLD, tunnel};
+use crate::network::{BOTH, Family, NEW, Network, OLD, tunnel_between};
 
-/// Moves a guest whose connections go on through a tunnel of this kind, and returns true; false if this kernel has no such
-/// tunnels.
-pub(crate) fn carries(kind: TunnelKind) -> bool {
+/// Moves a guest whose connections go on through a tunnel of this kind, whose ends have addresses of this family, and returns
+/// true; false if this kernel has no such tunnels.
+pub(crate) fn carries(kind: TunnelKind, outer: Family) -> bool {
     let network = Network::new();
-    let ends = [NEW, OLD].map(|side| Family::V4.host(side));
+    let ends = [NEW, OLD].map(|side| outer.host(side));
     if !network.host(NEW).within(|| host_facts::tunnels(7, ends)).unwrap().unwrap().contains(&kind) {
         return false;
     }
@@ -18,7 +18,7 @@ pub(crate) fn carries(kind: TunnelKind) -> bool {
     let before = network.state();
     // IPv4 in IPv4 is all that one of them carries.
     let families = if kind == TunnelKind::Ipip { &BOTH[..1] } else { &BOTH[..] };
-    let mut tunnel = tunnel(kind);
+    let mut tunnel = tunnel_between(kind, outer, OLD, NEW);
     if kind == TunnelKind::WireGuard {
         let ports = TunnelPorts { vxlan: 7741, wireguard: [7742, 7745] };
         let reserve = |side| network.at(side, |keeper| keeper.reserve("guest#3", 7, ports)).unwrap().unwrap();

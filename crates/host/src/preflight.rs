@@ -7,6 +7,7 @@ mod disks;
 mod dns_records;
 mod kernel;
 mod network_probe;
+mod redirected_cards;
 mod redirection;
 mod registry;
 mod room;
@@ -51,7 +52,7 @@ use crate::{SourceVm, VmError};
 use api::RamChoice;
 use kernel::kernel_finding;
 use network_probe::ExpectedProbe;
-use redirection::ExpectedRedirection;
+use redirection::ExpectedRedirections;
 use writable_shared_images::WritableSharedImage;
 
 /// Result of the source's inspection of its VM.
@@ -269,7 +270,7 @@ pub fn destination(
     let images = here.images.values().map(|image| image.path.clone()).collect();
     let shared = writable_shared_images::of(&theirs.vm, &here);
     let probe = ExpectedProbe::of(&terms, proposal.probe.as_ref());
-    let redirection = ExpectedRedirection::of(context, &terms, &proposal).map_err(|found| vec![found])?;
+    let redirection = ExpectedRedirections::of(context, &terms, &proposal).map_err(|found| vec![found])?;
     let compared = Comparison { theirs, ours, images, others, shared, probe, redirection };
     let copied = disks.copied;
     Ok(AcceptableProposal {
@@ -300,13 +301,13 @@ pub struct Comparison {
     /// Probe of the VM's networks, if the source sends one.
     probe: Option<ExpectedProbe>,
     /// Redirection of the VM's connections, if the source offers one.
-    redirection: Option<ExpectedRedirection>,
+    redirection: Option<ExpectedRedirections>,
 }
 
 impl Comparison {
     /// Returns where the redirection of the VM's connections is found after the check of the started QEMU.
-    pub fn agreed_redirection(&self) -> crate::redirections::AgreedRedirection {
-        self.redirection.as_ref().map(ExpectedRedirection::agreed).unwrap_or_default()
+    pub fn agreed_redirections(&self) -> crate::redirections::AgreedRedirections {
+        self.redirection.as_ref().map(ExpectedRedirections::agreed).unwrap_or_default()
     }
 
     /// Returns the current identities of the shared images.

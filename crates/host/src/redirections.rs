@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
+use net::Mac;
 #[cfg(any(test, feature = "testing"))]
 use net::redirection::host_kernel::HostKernel;
 use net::redirection::keeper::RedirectionError;
@@ -24,8 +25,9 @@ use crate::config::{Config, RedirectionConfig};
 use crate::peers::{self, PeerError};
 use link::Incoming;
 
-/// The redirection on which both hosts of a migration have agreed; empty before, and if there is none.
-pub type AgreedRedirection = Arc<OnceLock<Redirection>>;
+/// The redirections on which both hosts of a migration have agreed, one for each card of the VM; empty before, and if there
+/// are none.
+pub type AgreedRedirections = Arc<OnceLock<Vec<Redirection>>>;
 
 /// Directory of the records, in the directory of the journal.
 const DIRECTORY: &str = "redirections";
@@ -49,32 +51,37 @@ pub(crate) fn keeper_with(config: &Config, kernel: Arc<dyn HostKernel>) -> Redir
     RedirectionKeeper::with(config.host.as_str(), &config.state_dir.join(DIRECTORY), kernel)
 }
 
-/// Returns the record of the redirection that a migration makes on this host, if it has begun.
-pub fn record_of(
+/// Returns the records of the redirections that a migration makes on this host, as far as it has begun.
+pub fn records_of(
     keeper: &RedirectionKeeper,
     migration: &MigrationId,
-) -> Result<Option<RedirectionRecord>, RedirectionError> {
-    let name = migration.to_string();
-    Ok(keeper.records()?.into_iter().find(|record| record.redirection.migration == name))
+) -> Result<Vec<RedirectionRecord>, RedirectionError> {
+    let (name, mut records) = (migration.to_string(), keeper.records()?);
+    records.retain(|record| record.redirection.migration == name);
+    Ok(records)
 }
 
-/// Returns the redirection of a VM that is on this host, if it has one.
+/// Returns the redirections of a VM that is on this host, one for each card that has one.
 pub fn of_vm_here(
     keeper: &RedirectionKeeper,
     host: &HostId,
     vm: &VmName,
-) -> Result<Option<Redirection>, RedirectionError> {
+) -> Result<Vec<Redirection>, RedirectionError> {
     let is_here = |record: &RedirectionRecord| {
         record.stage == RecordStage::Active
             && record.redirection.guest() == vm.as_str()
             && record.redirection.place.host == host.as_str()
     };
-    Ok(keeper.records()?.into_iter().find(is_here).map(|record| record.redirection))
+    Ok(keeper.records()?.into_iter().filter(is_here).map(|record| record.redirection).collect())
 }
 
-/// Removes a redirection of a migration that ends without it, and what it has reserved for its tunnel.
+/// Removes the redirections of a migration that ends without them, and what it has reserved for its tunnels.
 pub fn remove_of(keeper: &RedirectionKeeper, migration: &MigrationId) -> Result<(), RedirectionError> {
-    record_of(keeper, migration)?.map_or(Ok(()), |record| keeper.remove(&record))?;
+    let mut removed = Ok(());
+    for record in records_of(keeper, migration)? {
+        removed = removed.and(keeper.remove(&record));
+    }
+    removed?;
     keeper.forget_key(&migration.to_string())
 }
 
@@ -125,13 +132,12 @@ pub(crate) struct Standing {
 /// Returns what this host says of its part of the redirection of a migration.
 pub(crate) fn standing(context: &Context, migration: &MigrationId) -> Standing {
     // What cannot be read is not ended for that.
-    let Ok(record) = record_of(&context.redirections, migration) else {
+    let Ok(records) = records_of(&context.redirections, migration) else {
         return Standing { stands: true, confirmed: false };
     };
-    let serves = |record: &RedirectionRecord| record.stage != RecordStage::Ending && has_legs(record);
     Standing {
-        stands: record.as_ref().is_some_and(serves),
-        confirmed: record.is_some_and(|record| record.stage == RecordStage::Active),
+        stands: records.iter().any(|record| record.stage != RecordStage::Ending && has_legs(record)),
+        confirmed: records.iter().any(|record| record.stage == RecordStage::Active),
     }
 }
 
@@ -157,6 +163,8 @@ pub fn end_of_vm(context: &Context, vm: &VmName, all: bool) -> Result<Vec<Migrat
         }
         released.push(id);
     }
+    // One migration may have redirected several cards.
+    released.dedup();
     Ok(released)
 }
 
@@ -167,8 +175,8 @@ fn has_legs(record: &RedirectionRecord) -> bool {
 /// Ends redirections that nothing needs any more, and completes those of which something could not be made.
 #[derive(Debug, Default)]
 pub struct RedirectionReaper {
-    /// Times since which no connection uses them.
-    quiet_since: BTreeMap<String, Instant>,
+    /// Times since which no connection uses them, by their migrations and cards.
+    quiet_since: BTreeMap<(String, Mac), Instant>,
 }
 
 /// Action on a redirection whose VM is in no migration.
@@ -189,8 +197,7 @@ impl RedirectionReaper {
             Ok(records) => records,
             Err(error) => return warn!(error = crate::chain(&error), "redirections of VMs are not known"),
         };
-        let is_known = |name: &str| records.iter().any(|record| record.redirection.migration == name);
-        self.quiet_since.retain(|name, _| is_known(name));
+        self.quiet_since.retain(|known, _| records.iter().any(|record| name(record) == *known));
         // Drivers change the redirections of VMs that move. A VM that arrives is in the journal before its migration is
         // closed.
         let moving = match context.journal.open_migrations() {
@@ -229,15 +236,14 @@ impl RedirectionReaper {
     }
 
     fn facts(&mut self, context: &Context, record: &RedirectionRecord) -> TeardownFacts {
-        let name = &record.redirection.migration;
         let connections = teardown::connections(record).unwrap_or_else(|error| {
-            debug!(migration = name, %error, "connections are not counted");
+            debug!(migration = record.redirection.migration, %error, "connections are not counted");
             None
         });
         let quiet_for = if connections == Some(0) {
-            self.quiet_since.entry(name.clone()).or_insert_with(Instant::now).elapsed()
+            self.quiet_since.entry(name(record)).or_insert_with(Instant::now).elapsed()
         } else {
-            self.quiet_since.remove(name);
+            self.quiet_since.remove(&name(record));
             Duration::ZERO
         };
         let age_ms = api::report::unix_ms_now().saturating_sub(record.since_unix_ms);
@@ -249,6 +255,11 @@ impl RedirectionReaper {
             is_guest_gone: is_guest_gone(context, record),
         }
     }
+}
+
+/// Returns what distinguishes a redirection from others of this host.
+fn name(record: &RedirectionRecord) -> (String, Mac) {
+    (record.redirection.migration.clone(), record.redirection.card)
 }
 
 /// Returns true if a later redirection of the same card is confirmed: this one should have ended with that.

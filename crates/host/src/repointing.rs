@@ -46,19 +46,19 @@ pub fn ask_end(
     if end.is_valid() { Ok(end) } else { Err(format!("the end of {host} is none of a tunnel")) }
 }
 
-/// Lets a host that a VM has left before make its end of the next tunnel. Returns the connection, by which the next order
-/// arrives soon.
+/// Lets a host that a VM has left before make its end of the next tunnel for one card, by the connection of a former order
+/// if there is one. Returns the connection, by which the next order arrives soon.
 ///
 /// # Errors
 /// The reason why it does not.
 pub fn prepare(
     context: &Context,
     id: &MigrationId,
-    host: &str,
+    (host, connection): (&str, Option<Channel>),
     redirection: &Redirection,
 ) -> Result<Channel, String> {
     let redirection = serde_json::to_value(redirection).map_err(|error| crate::chain(&error))?;
-    let mut connection = connect(context, id, host)?;
+    let mut connection = connection.map_or_else(|| connect(context, id, host), Ok)?;
     let order = Message::Repoint { step: RepointStep::Prepare, redirection: Some(redirection) };
     obeyed(exchange(context, &mut connection, &order)?, host)?;
     Ok(connection)
@@ -220,16 +220,18 @@ fn repoint(
             keeper.prepare(&next).map(drop).map_err(|error| crate::chain(&error))
         }
         RepointStep::Switch | RepointStep::Remove => {
-            let record = redirections::record_of(keeper, id).map_err(|error| crate::chain(&error))?;
-            if record.as_ref().is_some_and(|record| record.stage != RecordStage::Prepared) {
+            let mut records = redirections::records_of(keeper, id).map_err(|error| crate::chain(&error))?;
+            let is_new = records.is_empty();
+            records.retain(|record| record.stage == RecordStage::Prepared);
+            if records.is_empty() && !is_new {
                 return Ok(());
             }
             active(context, peer, id)?;
-            let done = match (step, record) {
-                (RepointStep::Switch, Some(record)) => redirections::confirm(keeper, record),
-                (RepointStep::Switch, None) => return Err(format!("nothing is prepared for {id}")),
+            let done = match step {
                 // With what was reserved for a proposal that was refused.
-                _ => redirections::remove_of(keeper, id),
+                RepointStep::Remove => redirections::remove_of(keeper, id),
+                _ if is_new => return Err(format!("nothing is prepared for {id}")),
+                _ => records.into_iter().try_for_each(|record| redirections::confirm(keeper, record)),
             };
             done.inspect(|()| info!(migration = %id, from = %peer, ?step, "a tunnel of old connections"))
                 .map_err(|error| crate::chain(&error))

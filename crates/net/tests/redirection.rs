@@ -5,8 +5,12 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
+#[path = "redirection/cards.rs"]
+mod cards;
 #[path = "redirection/network.rs"]
 mod network;
+#[path = "redirection/state.rs"]
+mod state;
 #[path = "redirection/tunnels.rs"]
 mod tunnels;
 
@@ -102,7 +106,7 @@ fn a_redirection_outlives_agents_and_hosts_and_obeys_its_owner() {
     old.exchange();
 
     // The old host starts anew: its kernel has nothing, but the record is there.
-    network.host(OLD).within(|| network::forget_all(7)).unwrap();
+    network.host(OLD).within(|| state::forget_all(7)).unwrap();
     let restored = network.at(OLD, |keeper| {
         let (records, errors) = keeper.resume()?;
         assert!(errors.is_empty(), "{errors:?}");
@@ -313,6 +317,35 @@ fn former_neighbours_of_ipv6_are_reached() {
         assert_eq!(from, Family::V6.guest(OLD), "{address}");
     }
     network.remove(records);
+    network.move_guest(OLD);
+    assert_eq!(network.state(), before);
+}
+
+#[test]
+fn all_addresses_of_all_cards_are_redirected() {
+    let network = Network::new();
+    cards::add(&network);
+    let before = network.state();
+    let redirections = cards::first_moves(&network);
+    let mut old: Vec<_> = cards::addresses(OLD).into_iter().map(|old| network.connect_by(old)).collect();
+    let mut records = redirections.each_ref().map(|redirection| network.prepare(redirection));
+    network.move_guest(NEW);
+    records.iter_mut().for_each(|records| network.switch(records));
+    old.iter_mut().for_each(Ends::exchange);
+    for address in [OLD, NEW].into_iter().flat_map(cards::addresses) {
+        network.connect_by(address).exchange();
+    }
+    for side in [OLD, NEW] {
+        assert_eq!(network.at(side, whimbrel_net::redirection::RedirectionKeeper::records).unwrap().len(), 2);
+    }
+    // The end of one card's redirection leaves that of the other one alone.
+    let [first, second] = records;
+    network.remove(first);
+    for address in [OLD, NEW].into_iter().flat_map(|side| cards::of_card(1, side)) {
+        network.connect_by(address).exchange();
+    }
+    drop(old);
+    network.remove(second);
     network.move_guest(OLD);
     assert_eq!(network.state(), before);
 }

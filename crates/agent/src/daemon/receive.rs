@@ -250,7 +250,7 @@ impl Arrival {
     fn run(self, mut driver: DestinationDriver, compared: Comparison) {
         let began = Instant::now();
         let mut artifacts = self.artifacts.clone();
-        let redirection = compared.agreed_redirection();
+        let redirection = compared.agreed_redirections();
         let (copied, shared_files) = (self.copied.clone(), compared.shared_files());
         let plan = ArrivalPlan { copied, shared_files, redirection: Arc::clone(&redirection) };
         let started = self.start(&mut driver, &plan, &mut artifacts, compared);

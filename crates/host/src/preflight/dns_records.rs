@@ -26,8 +26,8 @@ pub fn relocation(config: &Config, vm: &VmName, to: &HostId, addresses: &[NewAdd
 /// Returns the addresses by which a VM that has moved to this host's network is reached.
 fn public_addresses(config: &Config, vm: &VmName) -> Vec<AddressPair> {
     match redirections::of_vm_here(&redirections::keeper(config), &config.host, vm) {
-        Ok(redirection) => {
-            redirection.map(|redirection| redirection.place.attachment.pairs).unwrap_or_default()
+        Ok(redirections) => {
+            redirections.into_iter().flat_map(|redirection| redirection.place.attachment.pairs).collect()
         }
         Err(error) => {
             warn!(%vm, error = crate::chain(&error), "the addresses by which the VM is reached are not known");

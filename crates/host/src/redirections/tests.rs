@@ -110,8 +110,8 @@ fn names_of_migrations_are_read() {
 fn a_host_without_records_has_no_redirection() {
     let directory = tempfile::tempdir().unwrap();
     let keeper = RedirectionKeeper::new("a", directory.path());
-    assert_eq!(record_of(&keeper, &id(3)).unwrap(), None);
-    assert_eq!(of_vm_here(&keeper, &HostId::new("a").unwrap(), &id(3).vm).unwrap(), None);
+    assert_eq!(records_of(&keeper, &id(3)).unwrap(), []);
+    assert_eq!(of_vm_here(&keeper, &HostId::new("a").unwrap(), &id(3).vm).unwrap(), []);
     remove_of(&keeper, &id(3)).unwrap();
 }
 

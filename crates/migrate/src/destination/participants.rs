@@ -44,7 +44,7 @@ use qemu::qmp::QmpError;
 use super::inbox::DestinationMailbox;
 use host::disks::{KnownFile, PlannedDisk};
 use host::fault::Faults;
-use host::redirections::AgreedRedirection;
+use host::redirections::AgreedRedirections;
 use host::verification::CompareError;
 use host::{ArrivalArtifacts, ArrivalError, ArrivingVm, Context};
 
@@ -128,8 +128,8 @@ pub struct ArrivalPlan {
     pub copied: Vec<PlannedDisk>,
     /// Images that both hosts have, as they are now, and that QEMU opens once more before the guest runs.
     pub shared_files: Vec<KnownFile>,
-    /// Redirection of the VM's connections; it is there when QEMU has been started.
-    pub redirection: AgreedRedirection,
+    /// Redirections of the VM's connections; they are there when QEMU has been started.
+    pub redirection: AgreedRedirections,
 }
 
 /// Blocks of a participant, open for writing.

@@ -3,7 +3,7 @@
 use engine::handover::MigrationTerms;
 use net::conntrack::ConntrackEntry;
 use net::redirection::offer::MigrationRef;
-use net::redirection::{Redirection, RedirectionOffer};
+use net::redirection::{Redirection, RedirectionOffer, next_move};
 use proto::message::{Acceptance, Proposal};
 use serde_json::Value;
 
@@ -41,17 +41,24 @@ pub(super) struct Agreed<'a> {
 /// Redirection of the connections of a guest that moves to another network.
 #[derive(Clone, Debug)]
 pub(super) struct RedirectedGuest {
+    /// Its cards that get new addresses.
+    pub(super) cards: Vec<RedirectedCard>,
+}
+
+/// Redirection of the connections of one card.
+#[derive(Clone, Debug)]
+pub(super) struct RedirectedCard {
     /// Offer of this host.
     pub(super) offer: RedirectionOffer,
-    /// Redirection that both hosts make.
+    /// Redirection that all hosts make.
     pub(super) redirection: Redirection,
 }
 
 impl RedirectedGuest {
-    /// Returns the redirection of an answer to a proposal; none if none was proposed.
+    /// Returns the redirections of an answer to a proposal; none if none were proposed.
     ///
     /// # Errors
-    /// The reason why it is not the one that was offered: nothing else is made on this host.
+    /// The reason why they are not those that were offered: nothing else is made on this host.
     pub(super) fn of(
         terms: &MigrationTerms,
         proposal: &Proposal,
@@ -60,20 +67,31 @@ impl RedirectedGuest {
         let Some(offered) = proposal.redirection.clone() else { return Ok(None) };
         let answered = answered.ok_or("the destination does not redirect the VM's connections")?;
         let unreadable = |error: serde_json::Error| format!("the redirection cannot be read: {error}");
-        let offer: RedirectionOffer = serde_json::from_value(offered).map_err(unreadable)?;
-        let redirection: Redirection = serde_json::from_value(answered).map_err(unreadable)?;
+        let offers: Vec<RedirectionOffer> = serde_json::from_value(offered).map_err(unreadable)?;
+        let redirections: Vec<Redirection> = serde_json::from_value(answered).map_err(unreadable)?;
         let (name, epoch) = (terms.migration.to_string(), terms.epoch().0);
         let of = MigrationRef { migration: &name, epoch };
-        if offer.is_of(&redirection, of, terms.destination.as_str()) {
-            Ok(Some(Self { offer, redirection }))
+        let is_offered = |(offer, redirection): (&RedirectionOffer, &Redirection)| {
+            offer.is_of(redirection, of, terms.destination.as_str())
+        };
+        if offers.len() == redirections.len() && offers.iter().zip(&redirections).all(is_offered) {
+            let cards = offers.into_iter().zip(redirections);
+            let card = |(offer, redirection)| RedirectedCard { offer, redirection };
+            Ok(Some(Self { cards: cards.map(card).collect() }))
         } else {
             Err("the destination's redirection is not the one that was offered".to_owned())
         }
     }
 
+    /// Returns its redirections.
+    pub(super) fn redirections(&self) -> Vec<Redirection> {
+        self.cards.iter().map(|card| card.redirection.clone()).collect()
+    }
+
     /// Returns a conntrack entry as the destination needs it; none if the connection cannot go on.
     pub(super) fn carried(&self, entry: &ConntrackEntry) -> Option<ConntrackEntry> {
-        let from = self.offer.place.host.as_str();
-        net::redirection::next_move::carried(entry, from, self.offer.former.as_ref(), &self.redirection)
+        let RedirectedCard { offer, redirection } =
+            next_move::of_entry(entry, &self.cards, |card| &card.redirection)?;
+        next_move::carried(entry, &offer.place.host, offer.former.as_ref(), redirection)
     }
 }

@@ -99,7 +99,10 @@ impl RedirectionKeeper {
             since_unix_ms: unix_ms(),
         };
         let taken = records.iter().find(|other| other.names() == record.names());
-        if let Some(other) = taken.filter(|other| other.redirection.migration != redirection.migration) {
+        let is_same = |other: &&RedirectionRecord| {
+            other.redirection.migration == redirection.migration && other.is_of(redirection)
+        };
+        if let Some(other) = taken.filter(|other| !is_same(other)) {
             let (number, migration) = (record.names().0, other.redirection.migration.clone());
             return Err(RedirectionError::NumberInUse { number, migration });
         }
@@ -300,7 +303,10 @@ impl RedirectionKeeper {
         let Some(without_legs) = without_legs(&record.redirection).filter(|_| is_here) else {
             return self.remove(record);
         };
-        self.change(record, &without_legs)?;
+        let changed = self.change(record, &without_legs)?;
+        if self.files(self.store.is_shared(&changed))? {
+            return Ok(());
+        }
         self.forget_key(&record.redirection.migration)
     }
 
@@ -381,7 +387,11 @@ fn present<'a>(
     records: &'a [RedirectionRecord],
     record: &RedirectionRecord,
 ) -> Option<&'a RedirectionRecord> {
-    records.iter().find(|other| other.redirection.migration == record.redirection.migration)
+    let redirection = &record.redirection;
+    let is_same = |other: &&RedirectionRecord| {
+        other.redirection.migration == redirection.migration && other.is_of(redirection)
+    };
+    records.iter().find(is_same)
 }
 
 /// Returns the records of the same card that are older.

@@ -128,5 +128,21 @@ pub fn carried(
     Some(inside.with_mark(entry.mark() & !MARK_MASK | bits))
 }
 
+/// Returns the redirection to which a conntrack entry belongs, among those of a guest's cards.
+pub fn of_entry<'a, T>(
+    entry: &ConntrackEntry,
+    cards: &'a [T],
+    redirection: impl Fn(&T) -> &Redirection,
+) -> Option<&'a T> {
+    let is_of = |card: &&T| {
+        let redirection = redirection(card);
+        let legs = redirection.legs.iter().flat_map(|leg| &leg.attachment.pairs);
+        let mut addresses = redirection.guest_addresses();
+        addresses.extend(legs.map(|pair| pair.public));
+        entry.is_of(&addresses)
+    };
+    cards.iter().find(is_of).or(cards.first())
+}
+
 #[cfg(test)]
 mod tests;

@@ -18,6 +18,8 @@ use super::record::{RecordStage, RedirectionRecord};
 use super::tunnel::{Key, Tunnel, TunnelKind};
 use crate::ethernet::Mac;
 
+/// Most cards of a guest that are redirected.
+const MOST_CARDS: usize = 16;
 /// Most addresses of a guest in an offer.
 pub const MOST_PAIRS: usize = 16;
 /// Longest name of an interface.
@@ -193,6 +195,36 @@ pub fn agree(
         findings.extend(check(redirection, here.host, here.facts));
     }
     (next.redirection, findings)
+}
+
+/// Returns what [`agree`] returns for each card of a guest.
+pub fn agree_on_all(
+    offers: &[RedirectionOffer],
+    of: MigrationRef<'_>,
+    here: &[ArrivalSide<'_>],
+) -> Vec<(Option<Redirection>, Vec<RedirectionFinding>)> {
+    let mut has_ipip = false;
+    let agree_on_one = |(offer, side): (&RedirectionOffer, &ArrivalSide<'_>)| {
+        let mut facts = side.facts.clone();
+        if has_ipip {
+            // The kernel has one of these between two addresses.
+            facts.tunnels.remove(&TunnelKind::Ipip);
+        }
+        let agreed = agree(offer, of, &ArrivalSide { facts: &facts, ..side.clone() });
+        let mut legs = agreed.0.iter().flat_map(|redirection| &redirection.legs);
+        has_ipip |= legs.any(|leg| leg.tunnel.kind == TunnelKind::Ipip);
+        agreed
+    };
+    offers.iter().zip(here).map(agree_on_one).collect()
+}
+
+/// Returns true if the offers of a host are for different cards, and by different numbers.
+pub fn are_valid(offers: &[RedirectionOffer], host: &str) -> bool {
+    let cards: BTreeSet<_> = offers.iter().map(|offer| offer.card).collect();
+    let numbers: BTreeSet<_> = offers.iter().map(|offer| offer.end.number).collect();
+    (1..=MOST_CARDS).contains(&offers.len())
+        && [cards.len(), numbers.len()] == [offers.len(); 2]
+        && offers.iter().all(|offer| offer.is_valid(host))
 }
 
 /// Returns the redirection with the public keys of all hosts, as far as tunnels need them; none if one is missing.

@@ -135,10 +135,21 @@ impl RecordStore {
         self.write(&self.path(record.names().0, RECORD_END), &bytes)
     }
 
-    /// Removes a record, and what its migration has reserved.
+    /// Removes a record, and what its migration has reserved, unless it has redirected other cards as well.
     pub fn remove(&self, record: &RedirectionRecord) -> io::Result<()> {
-        self.remove_end(&record.redirection.migration)?;
+        if !self.is_shared(record)? {
+            self.remove_end(&record.redirection.migration)?;
+        }
         unless_absent(fs::remove_file(self.path(record.names().0, RECORD_END)))
+    }
+
+    /// Returns true if another record is of the same migration: of another card of the guest.
+    pub fn is_shared(&self, record: &RedirectionRecord) -> io::Result<bool> {
+        let migration = &record.redirection.migration;
+        let is_other = |other: &RedirectionRecord| {
+            other.redirection.migration == *migration && other.names() != record.names()
+        };
+        Ok(self.all()?.iter().any(is_other))
     }
 
     /// Returns the migrations that have reserved an end.

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use lab::lab::VM_BRIDGE;
 use lab::{DEADLINE, Host, Lab, LabConfig, until};
+use net::Mac;
 use net::conntrack::{self, ConntrackEntry};
 use net::netlink::Socket;
 use net::redirection::keeper::RedirectionError;
@@ -22,8 +23,6 @@ use net::redirection::{
     AddressPair, Attachment, GuestPlace, Lan, NewAddressMode, Prefix, Redirection, RedirectionKeeper,
     RedirectionRecord, Subnet, Tunnel, TunnelKind, host_facts, tunnel as tunnels,
 };
-use net::{Mac, own_objects};
-use serde_json::Value;
 use whimbrel_net as net;
 
 /// The host that the guest leaves first, and the other one.
@@ -35,6 +34,8 @@ pub(crate) const THIRD: usize = 2;
 
 /// The device of a host behind which the guest's card is.
 pub(crate) const TAP: &str = "tap0";
+/// The same for a second card.
+pub(crate) const SECOND_TAP: &str = "tap1";
 /// MAC address of the guest's card.
 pub(crate) const CARD: Mac = Mac([0x52, 0x54, 0, 0, 0, 7]);
 /// More than a path holds at once, in segments of the largest size.
@@ -48,14 +49,14 @@ pub(crate) enum Family {
 }
 
 impl Family {
-    fn address(self, network: u8, v4: u8, v6: u16) -> IpAddr {
+    pub(crate) fn address(self, network: u8, v4: u8, v6: u16) -> IpAddr {
         match self {
             Self::V4 => [10, network, 0, v4].into(),
             Self::V6 => format!("fd{network}::{v6:x}").parse().unwrap(),
         }
     }
 
-    fn network(side: usize) -> u8 {
+    pub(crate) fn network(side: usize) -> u8 {
         [92, 94, 95][side]
     }
 
@@ -124,8 +125,10 @@ pub(crate) fn turned(kind: TunnelKind) -> Tunnel {
 pub(crate) struct Network {
     lab: Lab,
     third: Option<Host>,
-    /// Host that has the guest's tap.
+    /// Host that has the guest's taps.
     at: AtomicUsize,
+    /// Number of these.
+    taps: AtomicUsize,
 }
 
 impl Network {
@@ -141,7 +144,8 @@ impl Network {
     }
 
     fn with(lab: Lab, third: Option<Host>) -> Self {
-        let this = Self { lab, third, at: AtomicUsize::new(OLD) };
+        let (at, taps) = (AtomicUsize::new(OLD), AtomicUsize::new(0));
+        let this = Self { lab, third, at, taps };
         let (lab, router) = (&this.lab, &this.lab.router);
         router.run(&["ip", "link", "set", "dev", "b", "nomaster"]).unwrap();
         let others = this.third.iter().map(|host| (host.name(), 95));
@@ -180,29 +184,35 @@ impl Network {
 
     /// Connects the guest, which is the laboratory's witness, with the old host.
     fn make_guest(&self) {
+        self.add_card("eth0", CARD);
         let guest = self.guest();
-        let (card, namespace) = (CARD.to_string(), self.host(OLD).namespace());
-        guest
-            .run(&[
-                "ip", "link", "add", "eth0", "address", &card, "type", "veth", "peer", "name", TAP, "netns",
-                namespace,
-            ])
-            .unwrap();
-        guest.run(&["ip", "link", "set", "dev", "eth0", "up"]).unwrap();
-        set(guest, "net/ipv6/conf/eth0/disable_ipv6", "0");
         for family in [Family::V4, Family::V6] {
             address(guest, "eth0", family.guest(OLD), family);
             let gateway = family.gateway(OLD).to_string();
             guest.run(&["ip", "route", "add", "default", "via", &gateway]).unwrap();
         }
-        self.join(OLD);
     }
 
-    fn join(&self, side: usize) {
-        self.host(side).run(&["ip", "link", "set", "dev", TAP, "master", VM_BRIDGE, "up"]).unwrap();
+    /// Gives the guest one more card.
+    pub(crate) fn add_card(&self, device: &str, mac: Mac) {
+        let tap = [TAP, SECOND_TAP][self.taps.fetch_add(1, Relaxed)];
+        let (guest, mac, namespace) = (self.guest(), mac.to_string(), self.host(OLD).namespace());
+        guest
+            .run(&[
+                "ip", "link", "add", device, "address", &mac, "type", "veth", "peer", "name", tap, "netns",
+                namespace,
+            ])
+            .unwrap();
+        guest.run(&["ip", "link", "set", "dev", device, "up"]).unwrap();
+        set(guest, &format!("net/ipv6/conf/{device}/disable_ipv6"), "0");
+        self.join(OLD, tap);
     }
 
-    fn guest(&self) -> &Host {
+    fn join(&self, side: usize, tap: &str) {
+        self.host(side).run(&["ip", "link", "set", "dev", tap, "master", VM_BRIDGE, "up"]).unwrap();
+    }
+
+    pub(crate) fn guest(&self) -> &Host {
         &self.lab.witness
     }
 
@@ -224,12 +234,14 @@ impl Network {
         host.run(&["nft", "delete table netdev away"]).unwrap();
     }
 
-    /// Moves the guest's tap to a host.
+    /// Moves the guest's taps to a host.
     pub(crate) fn move_guest(&self, to: usize) {
         let namespace = self.host(to).namespace();
         let from = self.at.swap(to, Relaxed);
-        self.host(from).run(&["ip", "link", "set", "dev", TAP, "netns", namespace]).unwrap();
-        self.join(to);
+        for tap in &[TAP, SECOND_TAP][..self.taps.load(Relaxed)] {
+            self.host(from).run(&["ip", "link", "set", "dev", tap, "netns", namespace]).unwrap();
+            self.join(to, tap);
+        }
     }
 
     /// Gives the guest the new addresses itself, as something in the guest would.
@@ -351,9 +363,13 @@ impl Network {
 
     /// Connects the client with the guest by its address in one of the networks.
     pub(crate) fn connect(&self, family: Family, side: usize) -> Ends {
-        let any = if family == Family::V4 { "0.0.0.0" } else { "::" };
-        let (client, guest) = (&self.lab.client, self.guest());
-        Self::connection(client, guest, any.parse().unwrap(), family.guest(side)).0
+        self.connect_by(family.guest(side))
+    }
+
+    /// Connects the client with the guest by an address.
+    pub(crate) fn connect_by(&self, address: IpAddr) -> Ends {
+        let any = if address.is_ipv4() { "0.0.0.0" } else { "::" };
+        Self::connection(&self.lab.client, self.guest(), any.parse().unwrap(), address).0
     }
 
     /// Connects the guest with the client; returns the address by which the client knows it.
@@ -388,7 +404,7 @@ impl Network {
     /// Returns the whole network state of all hosts, but for the guest's tap, which moves, and for what the kernels learn
     /// and forget by themselves.
     pub(crate) fn state(&self) -> Vec<BTreeMap<String, String>> {
-        self.sides().map(|side| state(self.host(side))).collect()
+        self.sides().map(|side| crate::state::state(self.host(side))).collect()
     }
 }
 
@@ -397,7 +413,7 @@ pub(crate) fn neighbour() -> IpAddr {
     Family::V6.address(Family::network(OLD), 0, 9)
 }
 
-fn address(host: &Host, device: &str, address: IpAddr, family: Family) {
+pub(crate) fn address(host: &Host, device: &str, address: IpAddr, family: Family) {
     let address = format!("{address}/{}", family.length());
     let words = ["ip", "addr", "add", &address, "dev", device, "nodad"];
     host.run(&words[..if family == Family::V4 { 6 } else { 7 }]).unwrap();
@@ -405,74 +421,6 @@ fn address(host: &Host, device: &str, address: IpAddr, family: Family) {
 
 fn set(host: &Host, path: &str, value: &str) {
     host.within(|| fs::write(Path::new("/proc/sys").join(path), value)).unwrap().unwrap();
-}
-
-fn state(host: &Host) -> BTreeMap<String, String> {
-    let commands = [
-        "ip -j link",
-        "ip -j addr",
-        "ip -j rule",
-        "ip -j -6 rule",
-        "ip -j route show table all",
-        "ip -j -6 route show table all",
-        "ip -j neigh show nud permanent",
-        "ip -j neigh show proxy",
-        "ip -j -6 neigh show proxy",
-        "bridge -j link",
-        "nft -j list ruleset",
-    ];
-    let mut state = BTreeMap::new();
-    for command in commands {
-        let words: Vec<_> = command.split(' ').collect();
-        let shown: Value = serde_json::from_str(&host.run(&words).unwrap()).unwrap_or_default();
-        let mut items: Vec<_> = shown.as_array().cloned().unwrap_or_else(|| vec![shown]);
-        let names_tap = |item: &Value| ["ifname", "dev"].iter().any(|key| item[*key] == TAP);
-        items.retain(|item| !names_tap(item));
-        state.insert(command.to_owned(), format!("{items:#?}"));
-    }
-    let mut settings = BTreeMap::new();
-    host.within(|| {
-        for group in ["net/ipv4/conf", "net/ipv4/neigh", "net/ipv6/conf", "net/ipv6/neigh"] {
-            read_settings(&Path::new("/proc/sys").join(group), &mut settings);
-        }
-    })
-    .unwrap();
-    state.extend(settings);
-    state
-}
-
-fn read_settings(directory: &Path, into: &mut BTreeMap<String, String>) {
-    for entry in fs::read_dir(directory).unwrap() {
-        let path = entry.unwrap().path();
-        if path.ends_with(TAP) {
-            continue;
-        }
-        if path.is_dir() {
-            read_settings(&path, into);
-        } else if let Ok(value) = fs::read_to_string(&path) {
-            into.insert(path.display().to_string(), value);
-        }
-    }
-}
-
-/// Makes the kernel of this thread's namespace forget a redirection, as if the host had started anew.
-pub(crate) fn forget_all(number: u32) {
-    for item in [own_objects::tables(), own_objects::devices()].map(Result::unwrap).concat() {
-        let words: Vec<_> = item.removal.split(' ').collect();
-        // The other end of a pair is gone already.
-        let _ = lab::run(std::process::Command::new(words[0]).args(&words[1..]));
-    }
-    for item in own_objects::routing().unwrap() {
-        let words: Vec<_> = item.removal.split(' ').collect();
-        lab::run(std::process::Command::new(words[0]).args(&words[1..])).unwrap();
-    }
-    let names = KernelNames(number);
-    assert!(
-        [names.tunnel(), names.proxy_device()]
-            .iter()
-            .all(|name| !Path::new("/sys/class/net").join(name).exists())
-    );
-    assert_eq!(own_objects::routing().unwrap(), []);
 }
 
 /// Reads facts with a closed firewall.

@@ -44,8 +44,8 @@ pub struct Proposal {
     /// Probe of the guest's networks, if they are to be checked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub probe: Option<NetworkProbe>,
-    /// For a VM that moves to another network: what the source offers for the redirection of its connections, as
-    /// `net::redirection::RedirectionOffer`.
+    /// For a VM that moves to another network: what the source offers for the redirection of its connections, as a list of
+    /// `net::redirection::RedirectionOffer`, one for each card.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub redirection: Option<serde_json::Value>,
 }
@@ -147,8 +147,8 @@ pub struct Acceptance {
     /// True if the source may send tracked connections of the guest ([`Purpose::Flows`](super::Purpose::Flows)).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub takes_flows: bool,
-    /// The redirection of the guest's connections, if one was offered, as `net::redirection::Redirection`: both hosts
-    /// make what is theirs of it.
+    /// The redirections of the guest's connections, if they were offered, as a list of `net::redirection::Redirection` in
+    /// the order of the offers: each host makes what is its own of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub redirection: Option<serde_json::Value>,
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use ::memory::ReceiverHandle;
 use net::redirection::keeper::RedirectionError;
-use net::redirection::{RecordStage, RedirectionKeeper, RedirectionRecord};
+use net::redirection::{RecordStage, Redirection, RedirectionKeeper, RedirectionRecord};
 use proto::message::{Message, Proposal};
 use tracing::{error, warn};
 
@@ -17,7 +17,7 @@ use super::{
     LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };
 use crate::repeated_announcement;
-use host::redirections::{self, AgreedRedirection};
+use host::redirections::{self, AgreedRedirections};
 use host::verification::CompareError;
 use host::{ArrivalArtifacts, ArrivalError, ArrivingVm};
 
@@ -25,9 +25,9 @@ use host::{ArrivalArtifacts, ArrivalError, ArrivingVm};
 pub(super) struct ArrivingRedirection {
     environment: ArrivalEnvironment,
     keeper: RedirectionKeeper,
-    agreed: AgreedRedirection,
-    /// Record of what this agent has switched, and not confirmed.
-    switched: Option<RedirectionRecord>,
+    agreed: AgreedRedirections,
+    /// Records of what this agent has switched, and not confirmed.
+    switched: Vec<RedirectionRecord>,
     /// Error of the preparation, after which the guest may not come.
     failed: Option<String>,
 }
@@ -37,31 +37,35 @@ impl ArrivingRedirection {
         Self {
             environment: environment.clone(),
             keeper: environment.context.redirections.clone(),
-            agreed: AgreedRedirection::default(),
-            switched: None,
+            agreed: AgreedRedirections::default(),
+            switched: Vec::new(),
             failed: None,
         }
     }
 
     /// Makes what takes no packets yet, once.
     fn make_ends(&mut self) {
-        let Some(redirection) = self.agreed.get() else { return };
-        self.failed = self.keeper.prepare(redirection).err().map(|error| crate::chain(&error));
+        let made = self.agreed().iter().try_for_each(|one| self.keeper.prepare(one).map(drop));
+        self.failed = made.err().map(|error| crate::chain(&error));
     }
 
-    fn record(&self) -> Result<Option<RedirectionRecord>, RedirectionError> {
-        redirections::record_of(&self.keeper, &self.environment.migration)
+    fn agreed(&self) -> &[Redirection] {
+        self.agreed.get().map(Vec::as_slice).unwrap_or_default()
+    }
+
+    fn records(&self) -> Result<Vec<RedirectionRecord>, RedirectionError> {
+        redirections::records_of(&self.keeper, &self.environment.migration)
     }
 
     /// Lets the rules take packets. Nothing is written: the guest may wait.
     fn switch(&mut self) {
-        let switched = self.record().and_then(|record| {
-            let Some(mut record) = record.filter(|record| record.stage == RecordStage::Prepared) else {
-                return Ok(());
-            };
-            let switched = self.keeper.switch(&mut record);
-            self.switched = Some(record);
-            switched
+        let switched = self.records().and_then(|records| {
+            let mut result = Ok(());
+            for mut record in records.into_iter().filter(|record| record.stage == RecordStage::Prepared) {
+                result = result.and(self.keeper.switch(&mut record));
+                self.switched.push(record);
+            }
+            result
         });
         if let Err(error) = switched {
             // What is missing is recorded when it is confirmed, and tried again.
@@ -71,22 +75,23 @@ impl ArrivingRedirection {
 
     /// Keeps what was switched, also by an agent before this one: the guest is here.
     fn confirm(&mut self) {
-        if self.switched.is_none() {
+        if self.switched.is_empty() {
             self.switch();
         }
-        let Some(mut record) = self.switched.take() else { return };
-        if let Err(error) = self.keeper.confirm(&mut record) {
-            warn!(
-                error = crate::chain(&error),
-                "a redirection is not confirmed yet, or a former one not removed"
-            );
+        for mut record in std::mem::take(&mut self.switched) {
+            if let Err(error) = self.keeper.confirm(&mut record) {
+                warn!(
+                    error = crate::chain(&error),
+                    "a redirection is not confirmed yet, or a former one not removed"
+                );
+            }
+            repeated_announcement::of_redirection(self.keeper.clone(), record);
         }
-        repeated_announcement::of_redirection(self.keeper.clone(), record);
     }
 
     /// Removes everything, and makes again what it has replaced.
     fn remove(&mut self) -> Result<(), RedirectionError> {
-        self.switched = None;
+        self.switched.clear();
         redirections::remove_of(&self.keeper, &self.environment.migration)
     }
 }
@@ -97,7 +102,7 @@ impl ArrivingParticipant for ArrivingRedirection {
     }
 
     fn check(&mut self, _: &Proposal, plan: &ArrivalPlan) -> Result<(), ArrivalError> {
-        self.agreed = AgreedRedirection::clone(&plan.redirection);
+        self.agreed = AgreedRedirections::clone(&plan.redirection);
         Ok(())
     }
 
@@ -129,9 +134,9 @@ impl ArrivingParticipant for ArrivingRedirection {
 
     /// Makes what an agent that observes no claims has not asked for; what is there already is left as it is.
     fn freeze(&mut self) -> Result<(), ArrivalError> {
-        if self.agreed.get().is_some() && self.failed.is_none() {
-            let record = self.record().map_err(|error| ArrivalError::Redirection(crate::chain(&error)))?;
-            if record.is_none() {
+        if !self.agreed().is_empty() && self.failed.is_none() {
+            let records = self.records().map_err(|error| ArrivalError::Redirection(crate::chain(&error)))?;
+            if records.len() < self.agreed().len() {
                 self.make_ends();
             }
         }
@@ -186,7 +191,6 @@ mod tests {
     use std::sync::Arc;
 
     use host::testing::{World, id};
-    use net::redirection::Redirection;
     use net::redirection::next_move::next_redirection;
     use net::redirection::testing::a_move;
 
@@ -220,7 +224,7 @@ mod tests {
         let environment = ArrivalEnvironment { context, migration: id(2), mailbox };
         let participant = ArrivingRedirection::new(&environment);
         if let Some(agreed) = agreed {
-            participant.agreed.set(agreed.clone()).unwrap();
+            participant.agreed.set(vec![agreed.clone()]).unwrap();
         }
         participant
     }

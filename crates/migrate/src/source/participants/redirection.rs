@@ -5,7 +5,7 @@
 //! an agent that restarts finds by it what one before it has made. Hosts that the VM has left before get their orders from
 //! here; without them they ask for the outcome.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
@@ -23,7 +23,7 @@ use super::{
     UndoResult,
 };
 use crate::repeated_announcement;
-use crate::source::agreement::RedirectedGuest;
+use crate::source::agreement::{RedirectedCard, RedirectedGuest};
 use crate::source::failure::Failure;
 use api::NewAddress;
 use api::report::{RedirectedConnections, Report};
@@ -45,28 +45,41 @@ impl LeavingRedirection {
         Self { environment: environment.clone(), keeper, agreed: None, prepared: BTreeMap::new() }
     }
 
-    fn record(&self) -> Option<RedirectionRecord> {
-        let found = redirections::record_of(&self.keeper, &self.environment.terms.migration);
+    fn records(&self) -> Vec<RedirectionRecord> {
+        let found = redirections::records_of(&self.keeper, &self.environment.terms.migration);
         found.unwrap_or_else(|error| {
             warn!(error = crate::chain(&error), "the records of redirections cannot be read");
-            None
+            Vec::new()
         })
     }
 
-    /// Makes this host's end of its tunnel, and lets the hosts that the VM has left before make theirs.
-    fn make_tunnels(&mut self, redirection: &Redirection) -> Result<(), String> {
-        self.keeper.prepare(redirection).map_err(|error| crate::chain(&error))?;
+    /// Returns the records of what is not in effect yet.
+    fn prepared_records(&self) -> Vec<RedirectionRecord> {
+        let mut records = self.records();
+        records.retain(|record| record.stage == RecordStage::Prepared);
+        records
+    }
+
+    /// Makes this host's ends of tunnels, and lets the hosts that the VM has left before make theirs.
+    fn make_tunnels(&mut self, redirections: &[Redirection]) -> Result<(), String> {
         let Environment { context, terms, .. } = &self.environment;
-        for host in earlier_hosts(redirection, terms.source.as_str()) {
-            let connection = repointing::prepare(context, &terms.migration, &host, redirection)?;
-            self.prepared.insert(host, connection);
+        for redirection in redirections {
+            self.keeper.prepare(redirection).map_err(|error| crate::chain(&error))?;
+        }
+        for redirection in redirections {
+            for host in earlier_hosts([redirection], terms.source.as_str()) {
+                let connection = self.prepared.remove(&host);
+                let to = (host.as_str(), connection);
+                let connection = repointing::prepare(context, &terms.migration, to, redirection)?;
+                self.prepared.insert(host, connection);
+            }
         }
         Ok(())
     }
 
-    /// Orders a step of the hosts that the VM has left before. Returns at once: they do not delay this host, and one that does
-    /// not answer finds out by itself.
-    fn order_earlier(&mut self, hosts: Vec<String>, step: RepointStep) {
+    /// Orders a step of the hosts that the VM has left before. Returns at once: they do not delay this host, and one that
+    /// does not answer finds out by itself.
+    fn order_earlier(&mut self, hosts: BTreeSet<String>, step: RepointStep) {
         let Environment { context, terms, .. } = &self.environment;
         for host in hosts {
             let (context, id) = (Arc::clone(context), terms.migration.clone());
@@ -83,17 +96,16 @@ impl LeavingRedirection {
     }
 
     /// Returns the hosts that the VM has left before, and that may have prepared or reserved something.
-    fn hosts_to_undo(&self) -> Vec<String> {
+    fn hosts_to_undo(&self) -> BTreeSet<String> {
         let Environment { context, terms, .. } = &self.environment;
-        let agreed = self.agreed.as_ref().map(|agreed| agreed.redirection.clone());
-        let agreed = agreed.or_else(|| self.record().map(|record| record.redirection));
-        // Before both hosts have agreed, all of them were asked.
-        let asked = || {
+        let mut redirections = self.agreed.as_ref().map(RedirectedGuest::redirections).unwrap_or_default();
+        redirections.extend(self.records().into_iter().map(|record| record.redirection));
+        if redirections.is_empty() {
+            // Before both hosts have agreed, all of them were asked.
             let present = redirections::of_vm_here(&self.keeper, &context.config.host, &terms.migration.vm);
-            present.ok().flatten()
-        };
-        let redirection = agreed.or_else(asked);
-        redirection.map(|all| earlier_hosts(&all, terms.source.as_str())).unwrap_or_default()
+            redirections = present.unwrap_or_default();
+        }
+        earlier_hosts(&redirections, terms.source.as_str())
     }
 
     /// Changes the report's section, if there is one.
@@ -106,31 +118,42 @@ impl LeavingRedirection {
     }
 
     /// Redirects the connections: the guest runs at the destination.
-    fn switch(&mut self, mut record: RedirectionRecord) {
+    fn switch(&mut self, records: Vec<RedirectionRecord>) {
         let began = Instant::now();
-        let earlier = earlier_hosts(&record.redirection, self.environment.terms.source.as_str());
+        let redirections = records.iter().map(|record| &record.redirection);
+        let earlier = earlier_hosts(redirections, self.environment.terms.source.as_str());
         self.order_earlier(earlier, RepointStep::Switch);
-        match self.keeper.switch(&mut record) {
-            Ok(()) => self.report_times(|section| section.switch_us = Some(us(began))),
+        let mut switched = Vec::new();
+        for mut record in records {
             // What is missing is recorded, and tried again.
-            Err(error) => {
+            if let Err(error) = self.keeper.switch(&mut record) {
                 self.environment.controls.note("redirection-incomplete", crate::chain(&error));
                 warn!(error = crate::chain(&error), "not all of the VM's old connections are redirected yet");
             }
+            switched.push(record);
         }
-        if let Err(error) = self.keeper.confirm(&mut record) {
-            warn!(
-                error = crate::chain(&error),
-                "a redirection is not confirmed yet, or a former one not removed"
-            );
+        if switched.iter().all(|record| !record.is_incomplete) {
+            self.report_times(|section| section.switch_us = Some(us(began)));
         }
-        repeated_announcement::of_redirection(self.keeper.clone(), record);
+        for mut record in switched {
+            if let Err(error) = self.keeper.confirm(&mut record) {
+                warn!(
+                    error = crate::chain(&error),
+                    "a redirection is not confirmed yet, or a former one not removed"
+                );
+            }
+            repeated_announcement::of_redirection(self.keeper.clone(), record);
+        }
     }
 }
 
 /// Returns the hosts that the VM has left before the source.
-fn earlier_hosts(redirection: &Redirection, source: &str) -> Vec<String> {
-    redirection.legs.iter().map(|leg| leg.host.clone()).filter(|host| host != source).collect()
+fn earlier_hosts<'a>(
+    redirections: impl IntoIterator<Item = &'a Redirection>,
+    source: &str,
+) -> BTreeSet<String> {
+    let legs = redirections.into_iter().flat_map(|redirection| &redirection.legs);
+    legs.map(|leg| leg.host.clone()).filter(|host| host != source).collect()
 }
 
 fn us(since: Instant) -> u64 {
@@ -143,16 +166,20 @@ impl Participant for LeavingRedirection {
     }
 
     fn report(&self, agreed: &Agreed<'_>, report: &mut Report) {
-        let Some(RedirectedGuest { offer, redirection }) = agreed.redirection else { return };
-        let own = redirection.legs.iter().find(|leg| leg.host == offer.place.host);
-        let Some(tunnel) = own.map(|leg| &leg.tunnel) else { return };
+        let cards = agreed.redirection.map(|guest| &guest.cards[..]).unwrap_or_default();
+        // The tunnels of all cards have the same ends.
+        let own = |card: &RedirectedCard| {
+            let mut legs = card.redirection.legs.iter();
+            legs.find(|leg| leg.host == card.offer.place.host).map(|leg| leg.tunnel.clone())
+        };
+        let Some(tunnel) = cards.first().and_then(own) else { return };
         let address = |wanted: &net::redirection::offer::WantedAddress| NewAddress {
             old: wanted.pair.guest,
             new: wanted.pair.public,
             prefix: wanted.length,
         };
         report.redirection = Some(RedirectedConnections {
-            addresses: offer.wanted.iter().map(address).collect(),
+            addresses: cards.iter().flat_map(|card| &card.offer.wanted).map(address).collect(),
             tunnel: tunnel.kind.to_string(),
             ends: [tunnel.old_endpoint, tunnel.new_endpoint],
             mtu: tunnel.mtu,
@@ -163,10 +190,10 @@ impl Participant for LeavingRedirection {
 
     fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
         self.agreed = agreed.redirection.cloned();
-        let Some(RedirectedGuest { offer, redirection }) = &self.agreed else { return Ok(()) };
-        if offer.end.key.is_some()
-            && !net::redirection::offer::needs_keys(redirection)
-            && let Err(error) = self.keeper.forget_key(&redirection.migration)
+        let Some(guest) = &self.agreed else { return Ok(()) };
+        if guest.cards.iter().any(|card| card.offer.end.key.is_some())
+            && !guest.cards.iter().any(|card| net::redirection::offer::needs_keys(&card.redirection))
+            && let Err(error) = self.keeper.forget_key(&self.environment.terms.migration.to_string())
         {
             warn!(error = crate::chain(&error), "a key that no tunnel needs is not removed");
         }
@@ -203,7 +230,7 @@ impl Participant for LeavingRedirection {
     fn before_stop(&mut self, _: &mut SourceVm) -> Result<(), Failure> {
         let Some(guest) = self.agreed.clone() else { return Ok(()) };
         let began = Instant::now();
-        self.make_tunnels(&guest.redirection).map_err(|reason| {
+        self.make_tunnels(&guest.redirections()).map_err(|reason| {
             let reason = format!("the VM's connections cannot be redirected: {reason}");
             Failure::new(SourceEvent::Failed, reason)
         })?;
@@ -251,20 +278,18 @@ impl Participant for LeavingRedirection {
     }
     /// The proxy device takes the guest's packets from now on: with post-copy, QEMU here ends much later.
     fn running(&mut self) {
-        if let Some(record) = self.record().filter(|record| record.stage == RecordStage::Prepared) {
-            self.switch(record);
+        let prepared = self.prepared_records();
+        if !prepared.is_empty() {
+            self.switch(prepared);
         }
     }
 
     /// An agent before this one may have died before it switched.
     fn finish(&mut self) {
-        match self.record() {
-            Some(record) if record.stage == RecordStage::Prepared => self.switch(record),
-            None if self.agreed.is_some() => {
-                warn!("the record of the redirection is gone: the VM's old connections end");
-            }
-            Some(_) | None => {}
+        if self.agreed.is_some() && self.records().is_empty() {
+            warn!("the record of the redirection is gone: the VM's old connections end");
         }
+        self.running();
     }
 
     fn expects_message(&self) -> bool {

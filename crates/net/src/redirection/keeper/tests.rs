@@ -418,3 +418,28 @@ fn the_last_of_many_redirections_restores_forwarding() {
     assert!(!home.kernel.forwards());
     assert_eq!(home.kernel.shown(), Vec::<String>::new());
 }
+
+#[test]
+fn cards_of_one_migration_are_redirected_each_by_itself() {
+    let (home, away) = (Host::new("host1"), Host::new("host2"));
+    let one = tunnelled(first(), TunnelKind::WireGuard, &home, &away);
+    let mut other = first();
+    other.card.0[5] = 9;
+    (other.place.number, other.legs[0].number) = (98, 99);
+    let other = tunnelled(other, TunnelKind::WireGuard, &home, &away);
+    assert_eq!(one.legs[0].tunnel.keys, other.legs[0].tunnel.keys, "one key for all");
+    assert_ne!(one.legs[0].tunnel.ports, other.legs[0].tunnel.ports);
+    for host in [&home, &away] {
+        let mut clash = other.clone();
+        clash.card.0[5] = 8;
+        let records = [&one, &other].map(|redirection| host.redirect(redirection));
+        let refused = host.keeper.prepare(&clash);
+        assert!(matches!(refused, Err(RedirectionError::NumberInUse { .. })), "{refused:?}");
+        assert_eq!(host.migrations().len(), 2);
+        let [one, other] = records;
+        host.keeper.remove(&one).unwrap();
+        assert_eq!((host.migrations().len(), host.files().len()), (1, 2), "the key is needed still");
+        host.keeper.remove(&other).unwrap();
+        assert_eq!((host.kernel.shown(), host.files()), (vec![], vec![]));
+    }
+}

@@ -332,3 +332,55 @@ fn only_the_host_of_the_guest_gives_a_tunnel_another_end() {
     assert!(refuses(|other| other.legs[0].attachment.pairs.clear(), true), "other addresses");
     assert!(!may_repoint(&first(), &next, "host9", true), "a host without a part");
 }
+
+#[test]
+fn cards_of_one_guest_have_tunnels_of_their_own() {
+    let ipip =
+        |kinds: &[TunnelKind]| with_end(offer(), |end| end.facts.tunnels = kinds.iter().copied().collect());
+    let mut second = with_end(ipip(&[TunnelKind::Ipip, TunnelKind::WireGuard]), |end| end.number = 32);
+    second.card.0[5] = 9;
+    let offers = [ipip(&[TunnelKind::Ipip]), second];
+    assert!(are_valid(&offers, "host1"));
+    let facts = facts(2);
+    let sides = [side("host2", 2, &facts, &[]), side("host2", 2, &facts, &[])];
+    let agreed = agree_on_all(&offers, OF, &sides);
+    let kind = |(redirection, _): &(Option<Redirection>, Vec<RedirectionFinding>)| {
+        redirection.as_ref().unwrap().legs[0].tunnel.kind
+    };
+    // The kernel has one of the former kind between two addresses.
+    assert_eq!(agreed.iter().map(kind).collect::<Vec<_>>(), [TunnelKind::Ipip, TunnelKind::WireGuard]);
+    assert!(!are_valid(&[], "host1"));
+    assert!(!are_valid(&[offer(), offer()], "host1"), "one card twice");
+    let mut same_number = offer();
+    same_number.card.0[5] = 9;
+    assert!(!are_valid(&[offer(), same_number], "host1"));
+}
+
+#[test]
+fn a_guest_may_have_its_new_addresses_itself() {
+    let own = RedirectionOffer { addressing: NewAddressMode::Configured, ..offer() };
+    let facts = facts(2);
+    let (redirection, findings) = agree(&own, OF, &side("host2", 2, &facts, &[]));
+    assert_eq!(codes(&findings, FindingSeverity::Blocker), Vec::<&str>::new(), "{findings:?}");
+    let redirection = redirection.unwrap();
+    assert!(own.is_of(&redirection, OF, "host2") && !offer().is_of(&redirection, OF, "host2"));
+    let attachment = &redirection.place.attachment;
+    assert!(attachment.is_home() && attachment.mac == CARD, "{attachment:?}");
+    assert_eq!(attachment.pairs[0].public, ip("10.2.0.5"));
+    plan(&redirection, "host2", &facts.kernel_features).unwrap();
+    // Back, it is reached by what it has there, and its names follow.
+    let pair = |guest: &str, public: &str| AddressPair { guest: ip(guest), public: ip(public) };
+    assert_eq!(returning_addresses(&redirection, "host1"), [pair("10.2.0.5", "10.1.0.5")]);
+    assert_eq!(returning_addresses(&redirection, "host9"), []);
+    let home = [pair("10.1.0.5", "10.1.0.5"), pair("fd01::5", "fd01::5")];
+    assert_eq!(returning_addresses(&first(), "host1"), home);
+
+    let mut routed = side("host2", 2, &facts, &[]);
+    routed.lan.bridge = None;
+    let findings = agree(&own, OF, &routed).1;
+    assert_eq!(codes(&findings, FindingSeverity::Blocker), ["bridge-missing"]);
+    assert_eq!(codes(&agree(&offer(), OF, &routed).1, FindingSeverity::Blocker), Vec::<&str>::new());
+    let mixed = RedirectionOffer { addressing: NewAddressMode::Configured, ..onward() };
+    let findings = agree(&mixed, NEXT, &side("host3", 3, &facts, &[])).1;
+    assert!(codes(&findings, FindingSeverity::Blocker).contains(&"address-owner-differs"), "{findings:?}");
+}

@@ -191,9 +191,10 @@ impl Lab {
         self.kept = true;
     }
 
-    /// Makes a third host, whose bridge for VMs is connected with the router alone. It ends with the laboratory.
-    pub fn add_third_host(&self) -> Result<Host> {
-        let host = Host::new(&self.prefix, THIRD, &self.directory, &[]);
+    /// Makes a third host, whose bridge for VMs is connected with the router alone, and which is to have this address. It
+    /// ends with the laboratory.
+    pub fn add_third_host(&self, address: Ipv4Addr) -> Result<Host> {
+        let host = Host::new(&self.prefix, THIRD, &self.directory, &[address]);
         make(&host)?;
         self.connect_third(&host)?;
         Ok(host)

@@ -26,6 +26,13 @@ pub const NEW_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 94, 0, 1);
 /// The first host in the network of the VMs.
 pub const OLD_HOST: Ipv4Addr = Ipv4Addr::new(10, 92, 0, 2);
 
+/// The third host, in a network of its own.
+pub const THIRD_HOST: Ipv4Addr = Ipv4Addr::new(10, 95, 0, 2);
+/// An address for a guest in that network.
+pub const THIRD_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 95, 0, 1);
+/// The router in that network.
+const THIRD_GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 95, 0, 254);
+
 /// Device of a long way, at both of its ends.
 const FAR: &str = "far";
 /// Device of the client's long way, at both of its ends.
@@ -37,6 +44,25 @@ const MTU: &str = "1500";
 pub fn separate(lab: &Lab) -> Result<()> {
     lab.router.run(&["ip", "link", "set", "dev", "b", "nomaster"])?;
     give_addresses(lab, "b")
+}
+
+/// Makes a third host behind the router, in a network of its own, after [`connect_third`] with
+/// ways to the agents of the others.
+pub fn add_third(lab: &Lab) -> Result<Host> {
+    let host = lab.add_third_host(THIRD_HOST)?;
+    lab.router.run(&["ip", "addr", "add", &format!("{THIRD_GATEWAY}/24"), "dev", host.name()])?;
+    host.run(&["ip", "addr", "add", &format!("{THIRD_HOST}/24"), "dev", VM_BRIDGE])?;
+    host.run(&["ip", "route", "add", "default", "via", &THIRD_GATEWAY.to_string()])?;
+    Ok(host)
+}
+
+/// Lets the third host reach the agents of the others, whose addresses are on the link between them.
+pub fn connect_third(lab: &Lab) -> Result<()> {
+    for (host, next) in [(&lab.a, OLD_HOST), (&lab.b, NEW_HOST)] {
+        let words = ["ip", "route", "add", &host.address().to_string(), "via", &next.to_string()];
+        lab.router.run(&words)?;
+    }
+    Ok(())
 }
 
 /// Puts the second host and the client far away: packets from the router to either of them are on their way for

@@ -14,7 +14,7 @@ use common::draw::{Generator, seed};
 use common::two_networks::{SERVICE, SOON, answering_guest};
 use common::{Agent, Cluster, DEADLINE, Setup, until};
 use lab::lab::VM_BRIDGE;
-use lab::two_networks::{NEW_ADDRESS as NEW, NEW_GATEWAY, separate};
+use lab::two_networks::{NEW_ADDRESS as NEW, NEW_GATEWAY, THIRD_ADDRESS, connect_third, separate};
 use lab::{Host, Net, vm_address};
 use serde_json::{Value, json};
 
@@ -190,6 +190,52 @@ fn connections_go_on_in_another_network_and_back() {
     assert_as_before(&cluster, &before);
     again.exchange();
     Conversation::with(&cluster, vm_address(1)).exchange();
+}
+
+#[test]
+fn connections_of_all_networks_go_on_in_a_third_one() {
+    let cluster = cluster_with(Setup { third: true, ..Setup::default() });
+    connect_third(&cluster.lab).unwrap();
+    let third = cluster.agent("c");
+    third.host.tap(&Net::new(1).tap).unwrap();
+    let _guest = answering_guest(&cluster, VM);
+    let old = Conversation::with(&cluster, vm_address(1));
+    old.exchange();
+
+    cluster.migrate(VM, "a", "b", &["--new-address", &format!("{}={NEW}", vm_address(1))]);
+    let new = Conversation::with(&cluster, NEW);
+    new.exchange();
+    let onward = format!("{}={THIRD_ADDRESS}", vm_address(1));
+    let check = cluster.b.cli(&["migrate", VM, "--to", "c", "--check", "--new-address", &onward]).ok().json();
+    let found = codes(&check["destination_findings"]);
+    assert!(found.contains(&"connections-redirected"), "{check:#}");
+    assert!(!found.contains(&"connections-end"), "{check:#}");
+    cluster.migrate(VM, "b", "c", &["--new-address", &onward]);
+    let newest = Conversation::with(&cluster, THIRD_ADDRESS);
+    for conversation in [&old, &new, &newest] {
+        conversation.exchange();
+    }
+    for address in [vm_address(1), NEW, THIRD_ADDRESS] {
+        Conversation::with(&cluster, address).exchange();
+    }
+    cluster.assert_guest_whole("c", VM);
+    // The first host has a tunnel to the third one, and nothing of the second one's.
+    for agent in [&cluster.a, &cluster.b, third] {
+        until("each host has one redirection, to the third", || {
+            let listed = redirections(agent);
+            listed.len() == 1 && listed[0]["at"] == "c" && listed[0]["stage"] == "active"
+        });
+        assert_eq!(redirections(agent)[0]["left"], json!(["a", "b"]), "{}", agent.name);
+    }
+
+    drop((old, new));
+    for agent in [third, &cluster.a, &cluster.b] {
+        let released = agent.cli(&["net", "release", VM, "--all"]);
+        assert!(released.code == 0 || redirections(agent).is_empty(), "{released:?}");
+    }
+    for agent in [third, &cluster.a, &cluster.b] {
+        until("nothing is left", || shown(agent)["items"] == json!([]) && redirections(agent).is_empty());
+    }
 }
 
 /// Begins to migrate the guest, and kills the destination's QEMU when both hosts have made their ends of the tunnel.

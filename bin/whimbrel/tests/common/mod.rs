@@ -58,6 +58,8 @@ pub fn busy() -> Load {
 pub struct Setup {
     pub link: lab::Link,
     pub witness: bool,
+    /// True if there is a third host, behind the router.
+    pub third: bool,
     pub plain: bool,
     pub fault_harness: bool,
     /// True if disks can be copied, into a directory of each host.
@@ -89,6 +91,7 @@ impl Default for Setup {
         Self {
             link: lab::Link::Fast,
             witness: false,
+            third: false,
             plain: false,
             fault_harness: false,
             pool: false,
@@ -105,10 +108,11 @@ pub fn per_second(serial: &Serial, count: impl Fn(&Tick) -> u64) -> u64 {
     (count(&last) - count(&one)) * 1000 / (last.uptime_ms - one.uptime_ms)
 }
 
-/// Two hosts with agents, and a witness if requested.
+/// Two hosts with agents, a third one and a witness if requested.
 pub struct Cluster {
     pub a: Agent,
     pub b: Agent,
+    pub c: Option<Agent>,
     pub witness: Option<Agent>,
     pub environment: Environment,
     pub faults: Option<faults::FaultServer>,
@@ -123,7 +127,7 @@ pub struct Agent {
     pub directory: PathBuf,
     /// The program that starts the daemon, such as `nsenter` with its options; empty to start it directly.
     pub starter: Vec<String>,
-    host: lab::Host,
+    pub host: lab::Host,
     daemon: Option<lab::Daemon>,
 }
 
@@ -134,6 +138,7 @@ impl Cluster {
 
     pub fn with(setup: &Setup) -> Self {
         let lab = Lab::up(&LabConfig::for_test().link(setup.link.clone())).unwrap();
+        let third = setup.third.then(|| lab::two_networks::add_third(&lab).unwrap());
         let environment = Environment::discover();
         let pki = lab::Pki::new(&lab.shared_directory().unwrap().join("pki")).unwrap();
         let faults = setup.fault_harness.then(|| faults::FaultServer::new(&lab.shared_directory().unwrap()));
@@ -158,6 +163,9 @@ impl Cluster {
             let control = lab.witness.address();
             writeln!(config, "[hosts.a]\naddress = \"{}:7740\"", lab.a.address()).unwrap();
             writeln!(config, "[hosts.b]\naddress = \"{}:7740\"", lab.b.address()).unwrap();
+            if let Some(third) = &third {
+                writeln!(config, "[hosts.c]\naddress = \"{}:7740\"", third.address()).unwrap();
+            }
             if setup.witness {
                 writeln!(config, "[hosts.w]\naddress = \"{control}:7740\"").unwrap();
                 if role == "host" {
@@ -184,20 +192,28 @@ impl Cluster {
         };
         let a = agent(&lab.a, "a", "host", format!("{}:7740", lab.a.address()));
         let b = agent(&lab.b, "b", "host", format!("{}:7740", lab.b.address()));
+        let c = third.as_ref().map(|host| agent(host, "c", "host", format!("{}:7740", host.address())));
         let witness = setup
             .witness
             .then(|| agent(&lab.witness, "w", "witness", format!("{}:7740", lab.witness.address())));
-        let mut cluster = Self { a, b, witness, environment, faults, checked: Mutex::default(), lab };
+        let mut cluster = Self { a, b, c, witness, environment, faults, checked: Mutex::default(), lab };
         if let Some(witness) = &mut cluster.witness {
             witness.start();
         }
         cluster.a.start();
         cluster.b.start();
+        if let Some(third) = &mut cluster.c {
+            third.start();
+        }
         cluster
     }
 
     pub fn agent(&self, name: &str) -> &Agent {
-        if name == "a" { &self.a } else { &self.b }
+        match name {
+            "a" => &self.a,
+            "b" => &self.b,
+            _ => self.c.as_ref().unwrap(),
+        }
     }
 
     pub fn agent_mut(&mut self, name: &str) -> &mut Agent {

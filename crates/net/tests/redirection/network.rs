@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{Read as _, Write as _};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
@@ -139,7 +139,7 @@ impl Network {
     /// Makes a third network with a host.
     pub(crate) fn with_third() -> Self {
         let lab = Lab::up(&LabConfig::for_test()).unwrap();
-        let third = lab.add_third_host().unwrap();
+        let third = lab.add_third_host(Ipv4Addr::new(10, 95, 0, 2)).unwrap();
         Self::with(lab, Some(third))
     }
 

@@ -359,9 +359,8 @@ fn redirected(redirection: &Redirection) -> Finding {
     let pairs = redirection.place.attachment.pairs.iter();
     let is_translated = redirection.is_translated();
     let pairs: Vec<_> = pairs
-        .map(|pair| match is_translated {
-            true => format!("{} at {}", pair.guest, pair.public),
-            false => pair.public.to_string(),
+        .map(|pair| {
+            if is_translated { format!("{} at {}", pair.guest, pair.public) } else { pair.public.to_string() }
         })
         .collect();
     let tunnel = redirection.legs.first().map(|leg| &leg.tunnel);
@@ -376,9 +375,10 @@ fn redirected(redirection: &Redirection) -> Finding {
             pairs.join(", "),
             redirection.place.host
         ),
-        advice: match is_translated {
-            true => "nothing to do".to_owned(),
-            false => format!("configure {} in the VM, beside its other addresses", pairs.join(", ")),
+        advice: if is_translated {
+            "nothing to do".to_owned()
+        } else {
+            format!("configure {} in the VM, beside its other addresses", pairs.join(", "))
         },
     }
 }

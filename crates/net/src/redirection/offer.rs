@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::kernel_names::{KernelNames, MOST_LEGS};
 use super::model::{
-    AddressPair, Attachment, GuestPlace, Lan, MOST_NETWORKS, NewAddressMode, Prefix, Redirection, Subnet,
+    AddressPair, Attachment, GuestPlace, Lan, Leg, MOST_NETWORKS, NewAddressMode, Prefix, Redirection, Subnet,
 };
 use super::next_move::{NetworkMove, next_redirection};
 pub use super::offered_end::ArrivalSide;
@@ -96,7 +96,7 @@ impl RedirectionOffer {
     /// is what it has offered, and what others make is what they have.
     pub fn is_of(&self, redirection: &Redirection, of: MigrationRef<'_>, destination: &str) -> bool {
         let hosts: BTreeSet<_> = redirection.legs.iter().map(|leg| leg.host.as_str()).collect();
-        let is_offered = |leg| {
+        let is_offered = |leg: &Leg| {
             let attachment = self.attachment_at(&leg.host);
             let end = self.end_at(&leg.host);
             attachment == Some(&leg.attachment) && end.is_some_and(|end| end.has_offered(leg))

@@ -1,5 +1,4 @@
 use super::*;
-use crate::redirection::model::Leg;
 use crate::redirection::offered_end::may_repoint;
 use crate::redirection::plan::{KernelFeatures, plan};
 use crate::redirection::preflight::RedirectionFacts;

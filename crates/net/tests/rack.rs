@@ -5,6 +5,9 @@
 #[allow(dead_code, reason = "other tests use more of it")]
 #[path = "redirection/network.rs"]
 mod network;
+#[allow(dead_code, reason = "other tests use more of it")]
+#[path = "redirection/state.rs"]
+mod state;
 #[path = "redirection/tunnels.rs"]
 mod tunnels;
 
@@ -13,6 +16,7 @@ use std::env;
 use lab::rack::{HostSpec, Rack, Tools};
 use lab::{Environment, not_tried};
 use net::redirection::TunnelKind;
+use network::Family;
 use whimbrel_net as net;
 
 /// Variable in the environment of this program on the host.
@@ -24,7 +28,8 @@ const ON_HOST: &str = "WHIMBREL_ON_RACK_HOST";
 fn all_kinds_of_tunnels_carry_connections() {
     if env::var_os(ON_HOST).is_some() {
         for kind in TunnelKind::ALL {
-            assert!(tunnels::carries(kind), "the kernel has no {kind}");
+            assert!(tunnels::carries(kind, Family::V4), "the kernel has no {kind}");
+            assert!(kind == TunnelKind::Ipip || tunnels::carries(kind, Family::V6), "no {kind} over IPv6");
         }
         return;
     }

@@ -148,8 +148,8 @@ fn each_tunnel_of_wireguard_has_a_port_of_its_own() {
     // All tunnels of a migration have one key, and each has another port.
     home.keeper.forget_key("web#3").unwrap();
     assert_eq!(home.keeper.further_ports(PORTS, 9).unwrap(), [7744]);
-    let [first, second] = [7, 8].map(|number| home.keeper.reserve("db#9", number, PORTS).unwrap().unwrap());
-    assert_eq!((first.0 == second.0, first.1, second.1), (true, 7743, 7744));
+    let [one, other] = [7, 8].map(|number| home.keeper.reserve("db#9", number, PORTS).unwrap().unwrap());
+    assert_eq!((one.0 == other.0, one.1, other.1), (true, 7743, 7744));
     home.keeper.forget_key("db#9").unwrap();
     assert_eq!((port("web#3"), port("db#9")), (Some(7743), Some(7744)));
     // Where another program has the port of VXLAN, there is none; other tunnels of ours share it.

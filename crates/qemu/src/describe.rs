@@ -165,6 +165,17 @@ pub struct Disk {
     pub nodes: Option<DiskNodes>,
 }
 
+impl Disk {
+    /// Returns true if it is a flash chip of the machine that is only read: the firmware. QEMU reads all of it into a RAM
+    /// block when it starts, and the guest uses that block, also when it boots anew.
+    pub fn is_firmware(&self) -> bool {
+        self.read_only && self.device.as_deref().is_some_and(|device| device.starts_with(FLASH))
+    }
+}
+
+/// Beginning of the QOM paths of a machine's flash chips (`-drive if=pflash`, `-machine pflash0=`).
+const FLASH: &str = "/machine/system.flash";
+
 /// A part of a file; other parts belong to other users (`offset` and `size` of QEMU's raw driver).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FilePart {

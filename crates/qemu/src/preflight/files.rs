@@ -26,8 +26,8 @@ pub struct NeededFile {
     /// numbers are reused, and the time distinguishes a later file from an earlier one.
     #[serde(default)]
     pub created_unix_ns: Option<u64>,
-    /// Option that names it, if it only has to exist (a kernel, a key); none for a disk, which must be the same on
-    /// both hosts.
+    /// Option that names it, if it only has to exist (a kernel, a key, firmware); none for a disk, which must be the
+    /// same on both hosts.
     pub option: Option<String>,
     /// True if it is opened past the page cache.
     pub direct: bool,
@@ -38,7 +38,9 @@ pub struct NeededFile {
 /// Returns the files that a guest needs, and those addresses of its disks that refer to this host.
 pub fn needed_files(vm: &VmDescription) -> Vec<NeededFile> {
     let mut files: Vec<NeededFile> = Vec::new();
-    for disk in &vm.disks {
+    // A file that a disk has, too, must be the same on both hosts, so firmware comes second.
+    let (firmware, disks): (Vec<_>, Vec<_>) = vm.disks.iter().partition(|disk| disk.is_firmware());
+    for disk in disks.into_iter().chain(firmware) {
         for name in names_of(disk) {
             for place in locations(name) {
                 let (path, identity) = match place {
@@ -49,7 +51,9 @@ pub fn needed_files(vm: &VmDescription) -> Vec<NeededFile> {
                     let locked = !is_unlocked(vm, &path);
                     let created_unix_ns =
                         std::fs::metadata(&path).ok().and_then(|meta| created_unix_ns(&meta));
-                    let (option, direct) = (None, disk.direct);
+                    // Its content arrives as memory, like that of a firmware of `-bios`.
+                    let option = disk.is_firmware().then(|| "the firmware's flash (pflash)".to_owned());
+                    let direct = disk.direct;
                     files.push(NeededFile { path, identity, created_unix_ns, option, direct, locked });
                 }
             }

@@ -1,7 +1,9 @@
+use serde_json::json;
+
 use super::*;
 use crate::cmdline::QemuOption;
 use crate::command::RamPlan;
-use crate::describe::{Machine, Memory, Program, SCHEMA};
+use crate::describe::{Disk, Machine, Memory, Program, SCHEMA};
 use crate::ram::{MappedFile, RamKind};
 use crate::restart_units::RestartTime;
 use crate::tree::{DeviceTree, Difference};
@@ -287,6 +289,34 @@ fn storage() {
     assert_eq!(found(|_, d| (file(&mut d.disks[0]), d.disks[0].source = None).1), "");
     assert_eq!(with(|disk| disk.direct = false), "disk-cached?");
     assert_eq!(with(|disk| disk.locked = false), "disk-unlocked?");
+}
+
+/// Flash that is only read arrives as memory, so the destination may have another file; any other disk is the same one.
+#[test]
+fn firmware_only_has_to_exist() {
+    let disk = |device: &str, file: &str, read_only: bool| -> Disk {
+        let described = json!({
+            "name": device, "device": device, "file": file, "format": "raw", "backing_files": [],
+            "read_only": read_only, "direct": false, "removable": false
+        });
+        serde_json::from_value(described).unwrap()
+    };
+    let code = disk("/machine/system.flash0", "/code.fd", true);
+    let variables = disk("/machine/system.flash1", "/variables.fd", false);
+    let cdrom = disk("ide0-cd0", "/install.iso", true);
+    let needed = |disks: &[&Disk]| -> Vec<_> {
+        let (mut source, _) = facts();
+        source.vm.disks = disks.iter().copied().cloned().collect();
+        let files = files::needed_files(&source.vm).into_iter();
+        files.map(|file| (file.path, file.option.is_some())).collect()
+    };
+    let file = |path: &str, only_exists| (path.to_owned(), only_exists);
+    assert_eq!(
+        needed(&[&code, &variables, &cdrom]),
+        [file("/variables.fd", false), file("/install.iso", false), file("/code.fd", true)]
+    );
+    let twice = disk("disk0", "/code.fd", false);
+    assert_eq!(needed(&[&code, &twice]), [file("/code.fd", false)]);
 }
 
 #[test]

@@ -1,9 +1,12 @@
 //! Guests that are built again in their current state, not from their command line.
 
+use std::path::PathBuf;
+
 use serde_json::json;
+use whimbrel_qemu::command::NewImage;
 
 use crate::describe::World;
-use crate::support::{Vm, args, qcow2, ticker_disk};
+use crate::support::{Vm, args, not_tried, qcow2, ticker_disk, until};
 
 /// Starts a guest of 64 MiB with these options, and waits until it has booted.
 fn started(world: &World, options: &str) -> Vm {
@@ -68,5 +71,38 @@ fn usb_controllers_are_pci_devices() {
         let options = "-machine q35 -device usb-ehci,id=ehci -device pci-ohci,id=ohci -device usb-ehci
                        -device usb-tablet,bus=ehci.0,id=t";
         handed_over(world, &mut started(world, options));
+    });
+}
+
+/// The content of flash chips arrives as memory, whatever their files have at the destination. QEMU writes it into the
+/// files of those that can be written, once the guest runs.
+#[test]
+fn flash_arrives_as_memory() {
+    World::each(|world| {
+        let shared = ["/usr/share/seabios", "/usr/share/qemu"].map(PathBuf::from);
+        let mut places = world.version.data.iter().cloned().chain(shared).map(|at| at.join("bios-256k.bin"));
+        let Some(bios) = places.find(|bios| bios.exists()) else {
+            not_tried("flash: no bios-256k.bin of SeaBIOS");
+            return;
+        };
+        let (code, variables, copy) = (world.path("code"), world.path("variables"), world.path("copy"));
+        std::fs::copy(&bios, &code).unwrap();
+        let content = vec![0xa5; 64 << 10];
+        std::fs::write(&variables, &content).unwrap();
+        std::fs::write(&copy, vec![0; content.len()]).unwrap();
+        let options = format!(
+            "-machine q35 -drive if=pflash,unit=0,format=raw,readonly=on,file={code}
+             -drive if=pflash,unit=1,format=raw,file={variables}"
+        );
+        let mut source = started(world, &options);
+        let mut rules = world.rules();
+        let image =
+            NewImage { path: (&copy).into(), format: "raw".to_owned(), cut_to_bytes: None, is_device: false };
+        rules.images.insert("pflash1".to_owned(), image);
+        let (described, mut destination) = World::rebuild(&mut source, &rules);
+        let firmware = described.disks.iter().filter(|disk| disk.is_firmware()).map(|disk| &*disk.name);
+        assert_eq!(firmware.collect::<Vec<_>>(), ["pflash0"]);
+        World::hand_over(&mut source, &mut destination);
+        until("the copy has what the flash has", || std::fs::read(&copy).unwrap() == content);
     });
 }

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-use whimbrel_guest_load::{PAGE_BYTES, fill_disk, wrong_disk_block};
+use whimbrel_guest_load::{BLOCKS_AT_ONCE, PAGE_BYTES, fill_disk, wrong_disk_block};
 
 use crate::environment::Qemu;
 use crate::error::{Context, Error, Result};
@@ -41,18 +41,25 @@ pub fn is_sound(qemu: &Qemu, path: &Path) -> Result<()> {
     }
 }
 
-/// Returns the blocks of a raw image of [`known_content`] that have content which was never written there: neither
-/// that of the beginning nor, in the second half, that of the first `versions` rewrites by the tiny guest's writers.
-pub fn foreign_blocks(path: &Path, versions: u32) -> Result<Vec<u64>> {
+/// Returns the number of the tiny guest's writes that a raw image of [`known_content`] has, at least: of a write of
+/// several blocks, all of them.
+///
+/// # Errors
+/// [`Error::Config`] for a block with content that was never written there: neither that of the beginning nor, in the
+/// second half, that of the first `versions` rewrites.
+pub fn rewrites(path: &Path, versions: u32) -> Result<u64> {
     let image = std::fs::read(path).context(|| format!("cannot read {}", path.display()))?;
-    let blocks = (image.len() / PAGE_BYTES) as u64;
-    let is_foreign = |number: &u64| {
-        let at = *number as usize * PAGE_BYTES;
-        let block = &image[at..at + PAGE_BYTES];
-        let last = if *number < blocks / 2 { 0 } else { versions };
-        (0..=last).all(|version| wrong_disk_block(*number, version, block).is_some())
+    let half = (image.len() / PAGE_BYTES / 2) as u64;
+    let version_of = |(number, block): (u64, &[u8])| {
+        let last = if number < half { 0 } else { versions };
+        (0..=last).find(|version| wrong_disk_block(number, *version, block).is_none()).ok_or(number)
     };
-    Ok((0..blocks).filter(is_foreign).collect())
+    let found = (0..).zip(image.chunks_exact(PAGE_BYTES)).map(version_of).collect::<Result<Vec<_>, _>>();
+    let found = found.map_err(|number| {
+        Error::Config(format!("{}: block {number} has what was never written there", path.display()))
+    })?;
+    let places = found.chunks(BLOCKS_AT_ONCE);
+    Ok(places.map(|place| u64::from(place.iter().copied().min().unwrap_or(0))).sum())
 }
 
 fn write(path: &Path, size_mib: u64) -> std::io::Result<()> {
@@ -70,16 +77,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn content_that_was_never_written_is_found() {
-        let path = std::env::temp_dir().join(format!("foreign-{}", std::process::id()));
+    fn writes_are_counted_and_foreign_content_is_found() {
+        let path = std::env::temp_dir().join(format!("rewrites-{}", std::process::id()));
         write(&path, 1).unwrap();
-        assert_eq!(foreign_blocks(&path, 3).unwrap(), [0_u64; 0]);
-        let mut image = std::fs::read(&path).unwrap();
-        for (block, version) in [(2, 1), (130, 1), (140, 3), (150, 4)] {
-            fill_disk(block as u64, version, &mut image[block * PAGE_BYTES..(block + 1) * PAGE_BYTES]);
+        assert_eq!(rewrites(&path, 3).unwrap(), 0);
+        let rewrite = |blocks: std::ops::Range<usize>, version| {
+            let mut image = std::fs::read(&path).unwrap();
+            let bytes = blocks.start * PAGE_BYTES..blocks.end * PAGE_BYTES;
+            fill_disk(blocks.start as u64, version, &mut image[bytes]);
+            std::fs::write(&path, image).unwrap();
+        };
+        rewrite(128..132, 2);
+        rewrite(140..144, 1);
+        // One was cut short.
+        rewrite(140..142, 2);
+        rewrite(152..155, 1);
+        assert_eq!(rewrites(&path, 3).unwrap(), 3);
+        for (block, version) in [(2, 1), (150, 4)] {
+            rewrite(block..block + 1, version);
+            let error = rewrites(&path, 3).unwrap_err().to_string();
+            assert!(error.contains(&format!("block {block} ")), "{error}");
+            rewrite(block..block + 1, 0);
         }
-        std::fs::write(&path, image).unwrap();
-        assert_eq!(foreign_blocks(&path, 3).unwrap(), [2, 150]);
         std::fs::remove_file(&path).unwrap();
     }
 }

@@ -17,16 +17,17 @@ use std::thread;
 use std::time::Duration;
 
 use crate::options::Options;
-use whimbrel_guest_load::{PAGE_BYTES, fill_disk, mix, wrong_disk_block};
+use whimbrel_guest_load::{BLOCKS_AT_ONCE, PAGE_BYTES, fill_disk, mix, wrong_disk_block};
 
 /// Bytes of a read or a write.
-const READ: usize = 16 << 10;
+const READ: usize = BLOCKS_AT_ONCE * PAGE_BYTES;
 /// Blocks of a read or a write.
-const BLOCKS: u64 = (READ / PAGE_BYTES) as u64;
+const BLOCKS: u64 = BLOCKS_AT_ONCE as u64;
 /// Places that are read at once when all of them are checked: a slow disk limits the number of requests.
 const CHECKED_AT_ONCE: usize = 64;
-/// `O_DIRECT` on x86-64.
+/// `O_DIRECT` and `O_DSYNC` on x86-64.
 const O_DIRECT: i32 = 0o40000;
+const O_DSYNC: i32 = 0o10000;
 /// Time between two writes of a thread: the disk is written to, but has time for other work.
 const PAUSE: Duration = Duration::from_millis(5);
 const PATH: &str = "/dev/vda";
@@ -95,7 +96,7 @@ impl DiskLoad {
         for n in 0..readers {
             let slots = ((options.disk_mib << 20) / READ / readers).max(2);
             let reader = Reader {
-                file: open(false)?,
+                file: open(false, 0)?,
                 places: read_only.max(1),
                 slots: vec![ReadBuffer([0; READ]); slots],
                 holds: vec![None; slots],
@@ -108,7 +109,7 @@ impl DiskLoad {
         for n in 0..writers as u64 {
             let share = (places - read_only) / writers as u64;
             let writer = Writer {
-                file: open(true)?,
+                file: open(true, if options.disk_sync { O_DSYNC } else { 0 })?,
                 first: (read_only + n * share) * BLOCKS,
                 versions: vec![0; share as usize],
                 buffer: Box::new(WriteBuffers([[0; READ]; CHECKED_AT_ONCE])),
@@ -150,8 +151,8 @@ impl DiskCheck {
     }
 }
 
-fn open(write: bool) -> io::Result<File> {
-    OpenOptions::new().read(true).write(write).custom_flags(O_DIRECT).open(PATH)
+fn open(write: bool, more_flags: i32) -> io::Result<File> {
+    OpenOptions::new().read(true).write(write).custom_flags(O_DIRECT | more_flags).open(PATH)
 }
 
 fn disk_blocks() -> io::Result<u64> {

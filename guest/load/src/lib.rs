@@ -16,6 +16,9 @@ pub const WORDS: usize = 512;
 /// Bytes of a page, and of a block of a disk.
 pub const PAGE_BYTES: usize = WORDS * 8;
 
+/// Blocks of a test disk that the guest reads or writes at once.
+pub const BLOCKS_AT_ONCE: usize = 4;
+
 /// The number that, in place of a secret, makes disk content differ from memory content.
 pub const DISK_SEED: u64 = 0x6469_736b;
 

@@ -38,6 +38,8 @@ pub(crate) struct Options {
     /// Threads that rewrite its second half and read it back; the readers keep to the first half then. Fixed for the
     /// run.
     pub(crate) disk_writers: usize,
+    /// True if the disk flushes each write before it acknowledges it. Fixed for the run.
+    pub(crate) disk_sync: bool,
     /// Memory into which the readers read, MiB, all together. Fixed for the run.
     pub(crate) disk_mib: usize,
     /// TCP port that answers each byte with the same byte. 0: none. Fixed for the run.
@@ -60,6 +62,7 @@ impl Default for Options {
             disk_threads: 0,
             disk_pause_ms: 0,
             disk_writers: 0,
+            disk_sync: false,
             disk_mib: 16,
             port: 0,
             seed: 1,
@@ -83,6 +86,7 @@ impl Options {
             "disk_threads" => self.disk_threads = number(key, value)?,
             "disk_pause" => self.disk_pause_ms = number(key, value)?,
             "disk_writers" => self.disk_writers = number(key, value)?,
+            "disk_sync" => self.disk_sync = number::<u8>(key, value)? != 0,
             "disk" => self.disk_mib = number(key, value)?,
             "port" => self.port = number(key, value)?,
             "seed" => self.seed = number(key, value)?,

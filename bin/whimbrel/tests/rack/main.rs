@@ -9,6 +9,7 @@ mod confined;
 #[path = "../common/draw.rs"]
 mod draw;
 mod echo;
+mod firmware;
 mod guest_events;
 mod kvm;
 mod power;

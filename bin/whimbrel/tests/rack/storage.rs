@@ -55,13 +55,12 @@ pub(crate) fn assert_first_half(host: &RackHost, disk: &str) {
     .unwrap();
 }
 
-/// Returns the path of the guest's disk on a host.
-fn disk_at(rack: &Rack, host: &RackHost) -> String {
+/// Returns the path of one of the guest's disks on a host.
+pub(crate) fn disk_at(rack: &Rack, host: &RackHost, name: &str) -> String {
     let shown = rack.whimbrel(host, &["vm", "show", VM]).ok().json();
-    shown["description"]["disks"][0]["file"]
-        .as_str()
-        .unwrap_or_else(|| panic!("no disk: {shown:#}"))
-        .to_owned()
+    let mut disks = shown["description"]["disks"].as_array().into_iter().flatten();
+    let disk = disks.find(|disk| disk["name"] == name).and_then(|disk| disk["file"].as_str());
+    disk.unwrap_or_else(|| panic!("no disk {name}: {shown:#}")).to_owned()
 }
 
 /// From a thick volume into a thick one, and into a thin one, which is thin still.
@@ -82,12 +81,12 @@ fn a_disk_in_volumes_of_lvm() {
     alpha.shell(&script).unwrap();
     let _serial = rack.start_guest(alpha, &guest_with("/dev/vg0/first", "raw")).unwrap();
     move_guest(&rack, alpha, beta, &["--disks", "copy"]);
-    assert_first_half(beta, &disk_at(&rack, beta));
+    assert_first_half(beta, &disk_at(&rack, beta, "disk0"));
 
     let thin = toml! { disks = { pool = { volume_group = "vg0", thin_pool = "pool" } } };
     rack.configure(alpha, &with_patience(&thin)).unwrap();
     move_guest(&rack, beta, alpha, &["--disks", "copy"]);
-    let volume = disk_at(&rack, alpha);
+    let volume = disk_at(&rack, alpha, "disk0");
     assert_first_half(alpha, &volume);
     let kind = alpha.run(&["lvs", "--noheadings", "--options", "segtype", &volume]).unwrap();
     assert_eq!(kind.trim(), "thin");

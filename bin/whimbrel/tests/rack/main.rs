@@ -12,6 +12,7 @@ mod echo;
 mod firmware;
 mod guest_events;
 mod kvm;
+mod memory;
 mod power;
 mod smoke;
 mod storage;

@@ -11,6 +11,7 @@ mod draw;
 mod echo;
 mod firmware;
 mod guest_events;
+mod hotplug;
 mod kvm;
 mod memory;
 mod power;

@@ -1,10 +1,9 @@
 //! The test that runs always: what all others stand on works.
 
-use lab::rack::RackHost;
 use lab::{until, vm_address};
 
 use crate::echo::Echo;
-use crate::support::{VM, kvm_guest, move_guest, rack, two};
+use crate::support::{VM, kvm_guest, move_guest, rack, two, vhost_threads};
 use crate::tried::Trial;
 
 /// A stock Linux on KVM, whose network card the kernel serves, moves there and back. Every page is compared by Whimbrel
@@ -27,10 +26,4 @@ fn a_stock_guest_on_kvm_with_vhost_there_and_back() {
     }
     assert!(echo.finish() > 0);
     trial.works();
-}
-
-/// Returns the number of the kernel's workers for network cards. Linux 6.1 has them as processes, newer ones as threads
-/// of QEMU.
-fn vhost_threads(host: &RackHost) -> usize {
-    host.run(&["ps", "-eLo", "comm"]).unwrap().lines().filter(|name| name.starts_with("vhost-")).count()
 }

@@ -165,6 +165,12 @@ pub(crate) fn qemus(host: &RackHost) -> usize {
     host.shell("pgrep --count --exact qemu-system-x86 || true").unwrap().trim().parse().unwrap()
 }
 
+/// Returns the number of the kernel's workers for network cards. Linux 6.1 has them as processes, newer ones as threads
+/// of QEMU.
+pub(crate) fn vhost_threads(host: &RackHost) -> usize {
+    host.run(&["ps", "-eLo", "comm"]).unwrap().lines().filter(|name| name.starts_with("vhost-")).count()
+}
+
 /// Returns a field of the kernel's status of the only QEMU on a host.
 #[track_caller]
 pub(crate) fn qemu_status(host: &RackHost, field: &str) -> String {

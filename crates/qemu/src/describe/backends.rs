@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
-use serde_json::Value as Json;
+use serde_json::{Value as Json, json};
 
 use super::Problem;
 use super::live::{self, LiveChardev, LiveState, NetBackend};
@@ -66,6 +66,9 @@ pub(super) fn refresh(
             continue;
         }
         match netdev(net, &live.usernet) {
+            Some(option) if net.kind == "tap" && is_served_by_vhost(qmp, &net.id)? => {
+                options.push(with_vhost(&option));
+            }
             Some(option) => options.push(option),
             None => problems.push(Problem::new(
                 "network-unclear",
@@ -163,6 +166,30 @@ fn netdev(net: &NetBackend, usernet: &str) -> Option<QemuOption> {
     }
 }
 
+/// Returns true if the kernel carries the packets of the network card on a back end (vhost-net), which `info network` does
+/// not print. A QEMU before 7.2 cannot report it.
+fn is_served_by_vhost(qmp: &mut Qmp, id: &str) -> Result<bool, QmpError> {
+    let ask = |qmp: &mut Qmp, command: &str, arguments: Json| match qmp.execute::<Json>(command, arguments) {
+        // The device was unplugged since.
+        Err(error) if error.is_refusal() => Ok(Json::Null),
+        answer => answer,
+    };
+    let devices = ask(qmp, "x-query-virtio", Json::Null)?;
+    for device in devices.as_array().into_iter().flatten().filter(|device| device["name"] == "virtio-net") {
+        let path = &device["path"];
+        if ask(qmp, "qom-get", json!({ "path": path, "property": "netdev" }))? == id {
+            return Ok(ask(qmp, "x-query-virtio-status", json!({ "path": path }))?["vhost-started"] == true);
+        }
+    }
+    Ok(false)
+}
+
+fn with_vhost(option: &QemuOption) -> QemuOption {
+    let mut value = option.parse_value();
+    value.set("vhost", "on");
+    QemuOption::new(&option.name, value.to_string())
+}
+
 /// Returns the ports forwarded to the guest, from `info usernet`: `  TCP[HOST_FORWARD]  11
 /// 127.0.0.1  5599       10.0.2.15    22     0     0`.
 fn forwards(usernet: &str, id: &str) -> Vec<String> {
@@ -230,6 +257,8 @@ mod tests {
             netdev(&net("tap", "index=0,type=tap,ifname=tap3,script=no,downscript=no"), ""),
             Some(QemuOption::new("netdev", "type=tap,id=n,ifname=tap3,script=no,downscript=no"))
         );
+        let tap = netdev(&net("tap", "index=0,type=tap,ifname=tap3"), "").unwrap();
+        assert_eq!(with_vhost(&tap), QemuOption::new("netdev", "type=tap,id=n,ifname=tap3,vhost=on"));
         assert_eq!(netdev(&net("tap", "index=0,type=tap,fd=20"), ""), None);
         assert_eq!(netdev(&net("vde", ""), ""), None);
     }

@@ -7,6 +7,7 @@
 mod discarding;
 mod ending;
 mod handover;
+mod held_flows;
 mod inbox;
 mod loading;
 mod participants;

@@ -11,13 +11,10 @@ use tracee::{PacketSocket, VIRTIO_HEADER_BYTES};
 use tracing::debug;
 
 use crate::divert::{MARK, OWN_MAC};
-use crate::ethernet::{ARP, Frame, IPV6, Mac};
+use crate::ethernet::{ARP, Frame, IPV4, IPV6, Mac};
 use crate::filter;
 use crate::netlink::{DUMP, Requests, Socket, attribute};
 use crate::probe::question;
-
-/// Kind of a frame: IPv4.
-const IPV4: u16 = 0x0800;
 
 /// Most addresses of a guest that are remembered: a router sends from those of others.
 const MOST_ADDRESSES: usize = 256;

@@ -5,6 +5,7 @@
 //! whose directions simply differ would not be translated. Flags that only the kernel may set are left out. Sequence
 //! numbers and windows, which the kernel does not list, begin anew with the next packets.
 
+mod datagrams;
 mod lists;
 mod untranslated;
 
@@ -14,6 +15,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use crate::netlink::{ACKNOWLEDGE, CREATE, DUMP, EXCLUSIVE, Requests, Socket, attribute, attributes};
+pub(crate) use datagrams::{ICMP, UDP};
 pub use lists::{any_of, ends_of_all, list};
 
 /// Entries that are sent to the kernel at once.
@@ -53,6 +55,9 @@ mod abi {
     pub(super) const NUMBER: u16 = 1;
     pub(super) const SOURCE_PORT: u16 = 2;
     pub(super) const DESTINATION_PORT: u16 = 3;
+    /// Identifier, type, code.
+    pub(super) const ICMP: [u16; 3] = [4, 5, 6];
+    pub(super) const ICMPV6: [u16; 3] = [7, 8, 9];
     pub(super) const TCP: u16 = 1;
     pub(super) const TCP_FLAGS: [u16; 2] = [4, 5];
     pub(super) const SEEN_REPLY: u32 = 2;
@@ -280,7 +285,7 @@ impl Tuple {
     /// Returns the answers' direction without NAT. What is no port (ICMP's type of the answer) is that of `reply`; NAT
     /// may have changed the identifier there, which is that of the request.
     fn answer(&self, reply: &Self) -> Self {
-        const IDENTIFIERS: [u16; 2] = [4, 7];
+        const IDENTIFIERS: [u16; 2] = [abi::ICMP[0], abi::ICMPV6[0]];
         let part = |(kind, _): &(u16, Vec<u8>)| {
             let value = match *kind {
                 abi::SOURCE_PORT => self.destination_port(),

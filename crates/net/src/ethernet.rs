@@ -12,6 +12,8 @@ pub const TAG_BYTES: usize = 4;
 /// Shortest frame on a cable, without its checksum, in bytes.
 const LEAST_BYTES: usize = 60;
 
+/// Kind of a frame: IPv4.
+pub const IPV4: u16 = 0x0800;
 /// Kind of a frame: ARP.
 pub const ARP: u16 = 0x0806;
 /// Kind of a frame: reverse ARP.

@@ -3,7 +3,8 @@
 use tracee::FilterStep;
 
 use crate::claims::{ADVERTISEMENT, ICMPV6, IPV6_BYTES};
-use crate::ethernet::{ARP, HEADER_BYTES, IPV6, Mac, TAG_BYTES, VLAN};
+use crate::conntrack::{ICMP, UDP};
+use crate::ethernet::{ARP, HEADER_BYTES, IPV4, IPV6, Mac, TAG_BYTES, VLAN};
 use crate::probe::PROBE;
 
 /// Most bytes of a frame that are read: headers with a tag, and an advertisement with some options.
@@ -83,6 +84,34 @@ pub fn ether_host(mac: Mac) -> [FilterStep; 10] {
 pub fn ether_src(mac: Mac) -> [FilterStep; 6] {
     let [.., load_high, high, load_low, low, accept, refuse] = ether_host(mac);
     [load_high, high, load_low, low, accept, refuse]
+}
+
+/// Selects the frames from one MAC address that have datagrams: UDP and ICMP, without a VLAN tag.
+pub fn datagrams_from(mac: Mac) -> [FilterStep; 16] {
+    let [load_high, mut high, load_low, mut low, accept, refuse] = ether_src(mac);
+    let kind = 12;
+    let of_v4 = HEADER_BYTES as u32 + 9;
+    let of_v6 = HEADER_BYTES as u32 + 6;
+    // To the last step, which refuses.
+    (high.if_false, low.if_false) = (13, 11);
+    [
+        load_high,
+        high,
+        load_low,
+        low,
+        step(SET_INDEX, 0),
+        step(LOAD_HALF, kind),
+        if_equal(IPV4.into(), 0, 3),
+        step(LOAD_BYTE_BEHIND, of_v4),
+        if_equal(UDP.into(), 5, 0),
+        if_equal(ICMP.into(), 4, 5),
+        if_equal(IPV6.into(), 0, 4),
+        step(LOAD_BYTE_BEHIND, of_v6),
+        if_equal(UDP.into(), 1, 0),
+        if_equal(ICMPV6.into(), 0, 1),
+        accept,
+        refuse,
+    ]
 }
 
 #[cfg(test)]
@@ -181,11 +210,38 @@ mod tests {
         }
     }
 
+    #[test]
+    fn datagrams_of_a_guest_are_read() {
+        let packet = |version: u8, at: usize, protocol: u8| {
+            let mut packet = [0; 60];
+            packet[0] = version;
+            packet[at] = protocol;
+            packet
+        };
+        let (v4, v6) = (|protocol| packet(0x45, 9, protocol), |protocol| packet(0x60, 6, protocol));
+        for (source, kind, payload, is_read) in [
+            (GUEST, IPV4, v4(UDP), true),
+            (GUEST, IPV4, v4(ICMP), true),
+            (GUEST, IPV4, v4(6), false),
+            (GUEST, IPV6, v6(UDP), true),
+            (GUEST, IPV6, v6(ICMPV6), true),
+            (GUEST, IPV6, v6(6), false),
+            (GUEST, IPV6, v6(ICMP), false),
+            (GUEST, ARP, v4(UDP), false),
+            (Mac([0x52, 0x54, 0, 0, 1, 1]), IPV4, v4(UDP), false),
+            (OTHER, IPV4, v4(UDP), false),
+        ] {
+            let frame = compose(OTHER, source, None, kind, &payload);
+            assert_eq!(accepts(&datagrams_from(GUEST), &frame), is_read, "{source} {kind:x} {payload:?}");
+        }
+    }
+
     proptest! {
         #[test]
         fn no_bytes_lead_out_of_a_program(frame in prop::collection::vec(any::<u8>(), 0..100)) {
             accepts(&claims(), &frame);
             accepts(&probe(), &frame);
+            accepts(&datagrams_from(GUEST), &frame);
             let own = Frame::parse(&frame, None)
                 .is_some_and(|frame| frame.source == GUEST || frame.destination == GUEST);
             prop_assert_eq!(accepts(&ether_host(GUEST), &frame), own);

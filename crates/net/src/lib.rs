@@ -18,6 +18,7 @@
 //! | [`conntrack`] | lists, installs and removes conntrack entries, with their NAT |
 //! | [`conntrack_sync`] | which entries the new host of a guest lacks; pure |
 //! | [`conntrack_installer`] | installs entries until the guest is here, or does not arrive |
+//! | [`datagram_sampler`] | finds flows of datagrams that connection tracking has not seen |
 //! | [`netlink`] | composes and parses netlink messages, and exchanges them with the kernel |
 //! | [`divert`] | sends a tap's frames to a tap of our own, until this process ends at the latest |
 //! | [`holder`], [`merger`] | hold frames at the source; deliver them at the destination, in order |
@@ -38,6 +39,7 @@ pub mod claims;
 pub mod conntrack;
 pub mod conntrack_installer;
 pub mod conntrack_sync;
+pub mod datagram_sampler;
 pub mod divert;
 pub mod ethernet;
 pub mod filter;
@@ -57,6 +59,7 @@ pub use arping::{Arping, ArpingTarget};
 pub use claim_snooper::ClaimSnooper;
 pub use claims::{Claim, Claims};
 pub use conntrack_installer::ConntrackInstaller;
+pub use datagram_sampler::DatagramSampler;
 pub use divert::Diversion;
 pub use ethernet::Mac;
 pub use first_frames::{FirstFrames, FirstFramesWatch};

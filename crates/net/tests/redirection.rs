@@ -94,6 +94,29 @@ fn connections_go_on_in_another_network_and_nothing_is_left() {
     assert_eq!(network.state(), before);
 }
 
+/// A held datagram reaches the guest past the tunnel, and the guest may send before another one comes through it.
+#[test]
+fn answers_to_held_datagrams_return_by_the_tunnel() {
+    let network = Network::new();
+    let before = network.state();
+    let redirection = first_move(&network, NewAddressMode::Nat);
+    let flows = BOTH.map(|family| network.datagrams(family));
+    flows.each_ref().map(network::Datagrams::exchange);
+    let mut records = network.prepare(&redirection);
+    network.move_guest(NEW);
+    for flow in &flows {
+        network.install_held(&redirection, &flow.frame());
+    }
+    network.switch(&mut records);
+    for flow in &flows {
+        flow.answer();
+        flow.exchange();
+    }
+    network.remove(records);
+    network.move_guest(OLD);
+    assert_eq!(network.state(), before);
+}
+
 #[test]
 fn a_redirection_outlives_agents_and_hosts_and_obeys_its_owner() {
     let network = Network::new();

@@ -15,6 +15,8 @@ use proto::message::FailedFlow;
 use proto::{Generation, Message, limits};
 use tracing::warn;
 
+use super::held_flows::HeldFlows;
+
 /// Capacity of the queue. A sender waits while the queue is full.
 const INBOX_CAPACITY: usize = 256;
 
@@ -92,8 +94,8 @@ pub enum DestinationNotice {
 pub struct DestinationMailbox {
     notices: SyncSender<DestinationNotice>,
     connection_count: Arc<AtomicU64>,
-    /// Receiver of frames for the guest; not set where they cannot be delivered.
-    frames: Arc<OnceLock<MergerHandle>>,
+    /// Receiver of frames for the guest, with what installs their flows; not set where they cannot be delivered.
+    frames: Arc<OnceLock<(MergerHandle, Option<HeldFlows>)>>,
     /// Installs conntrack entries of the guest; not set where that is impossible.
     conntrack: Arc<OnceLock<ConntrackInstaller>>,
 }
@@ -116,10 +118,10 @@ impl DestinationMailbox {
         drop(self.notices.try_send(notice));
     }
 
-    /// Sets where frames for the guest go.
-    pub(crate) fn pass_frames_to(&self, input: MergerHandle) {
+    /// Sets where frames for the guest go, and what installs their flows.
+    pub(super) fn pass_frames_to(&self, input: MergerHandle, flows: Option<HeldFlows>) {
         // A second VM does not arrive in the same migration.
-        drop(self.frames.set(input));
+        drop(self.frames.set((input, flows)));
     }
 
     /// Returns true if frames for the guest can be delivered.
@@ -130,11 +132,14 @@ impl DestinationMailbox {
     /// Passes frames of the source to the guest until the connection ends, past the inbox: they arrive while the driver
     /// works, and after it has ended. Returns at once.
     pub fn receive_frames(&self, mut connection: Channel) -> std::io::Result<()> {
-        let Some(input) = self.frames.get().cloned() else { return Ok(()) };
+        let Some((input, mut flows)) = self.frames.get().cloned() else { return Ok(()) };
         let receive = move || {
             while let Ok(Incoming::Blob(bytes)) = connection.recv(None) {
                 match net::held::decode(&bytes) {
-                    Ok(frames) => input.deliver(frames),
+                    Ok(frames) => {
+                        flows.iter_mut().for_each(|flows| flows.install(&frames));
+                        input.deliver(frames);
+                    }
                     Err(error) => return warn!(%error, "frames of the source do not reach the guest"),
                 }
             }

@@ -7,11 +7,8 @@ use super::kernel_names::MARK_MASK;
 use super::model::Prefix;
 use super::rules::{ChainHook, RuleChain, RuleExpression, RuleFamily, RuleTable};
 use crate::divert::{begin_batch, end_batch, expression, nfgen};
-use crate::ethernet::{ARP, IPV6};
+use crate::ethernet::{ARP, IPV4, IPV6};
 use crate::netlink::{ACKNOWLEDGE, APPEND, CREATE, Requests};
-
-/// Kind of frames: IPv4.
-const IPV4: u16 = 0x0800;
 
 /// Numbers of `linux/netfilter/nf_tables.h` and `linux/netfilter.h`.
 mod abi {

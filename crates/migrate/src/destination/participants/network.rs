@@ -23,6 +23,8 @@ use super::{
     ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, GuestRan, Incomparable,
     LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };
+use crate::destination::held_flows::HeldFlows;
+use host::redirections::AgreedRedirection;
 use host::verification::CompareError;
 use host::{ArrivalArtifacts, ArrivalError, ArrivingVm, network_cards};
 
@@ -37,6 +39,8 @@ pub(super) struct ArrivingNetwork {
     conntrack: Option<ConntrackInstaller>,
     /// True if the guest comes from another network: nothing announces it in this one by addresses of that.
     is_redirected: bool,
+    /// Redirection of its connections then.
+    redirection: AgreedRedirection,
 }
 
 /// Name of the file in the VM's directory that lists conntrack entries while they may have to be removed.
@@ -45,7 +49,13 @@ const FLOWS_FILE: &str = "flows";
 impl ArrivingNetwork {
     pub(super) fn new(environment: &ArrivalEnvironment) -> Self {
         let environment = environment.clone();
-        Self { environment, cards: ArrivingCards::default(), conntrack: None, is_redirected: false }
+        Self {
+            environment,
+            cards: ArrivingCards::default(),
+            conntrack: None,
+            is_redirected: false,
+            redirection: AgreedRedirection::default(),
+        }
     }
 
     /// Returns the list of conntrack entries that this agent or one before it has made.
@@ -60,8 +70,9 @@ impl ArrivingParticipant for ArrivingNetwork {
         ArrivingProfile { name: "network", can_post_copy: false, irreversible: None }
     }
 
-    fn check(&mut self, proposal: &Proposal, _: &ArrivalPlan) -> Result<(), ArrivalError> {
+    fn check(&mut self, proposal: &Proposal, plan: &ArrivalPlan) -> Result<(), ArrivalError> {
         self.is_redirected = proposal.redirection.is_some();
+        self.redirection = AgreedRedirection::clone(&plan.redirection);
         Ok(())
     }
 
@@ -73,15 +84,16 @@ impl ArrivingParticipant for ArrivingNetwork {
     fn open(&mut self, vm: &mut ArrivingVm) -> Result<OpenBlocks, ArrivalError> {
         self.cards = ArrivingCards::find(vm, &self.environment.migration);
         self.cards.is_redirected = self.is_redirected;
-        if let Some(input) = self.cards.frames_input() {
-            self.environment.mailbox.pass_frames_to(input);
-        }
         match ConntrackInstaller::start(&vm.artifacts.directory.join(FLOWS_FILE)) {
             Ok(conntrack_installer) => {
                 self.environment.mailbox.pass_flows_to(conntrack_installer.clone());
                 self.conntrack = Some(conntrack_installer);
             }
             Err(error) => info!(%error, "tracked connections cannot be installed on this host"),
+        }
+        if let Some(input) = self.cards.frames_input() {
+            let flows = |installer| HeldFlows::new(installer, self.redirection.clone());
+            self.environment.mailbox.pass_frames_to(input, self.conntrack.clone().map(flows));
         }
         let after_round = |_: &ReceivedRound, _: &ReceiverHandle| {};
         Ok(OpenBlocks { writers: Vec::new(), after_round: Box::new(after_round) })

@@ -1,7 +1,10 @@
 //! Conntrack entries of a VM that leaves: they are copied to the destination while the guest runs here, and once more
 //! what has changed when it is stopped. Those of addresses that are certainly the guest's are removed here in the end.
+//!
+//! A guest that leaves for another network needs an entry for each flow of datagrams that is to go on. Where this host does
+//! not track them, because they only pass its bridge, they are read from the guest's own datagrams.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -9,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use link::transport::{ConnectionHandle, Incoming, MessageReceiver, MessageSender};
 use net::addresses::{self, SourceAddressSampler};
-use net::conntrack;
+use net::conntrack::{self, ConntrackEntry};
 use net::conntrack_sync::{EntryChange, MOST_ENTRIES, ReplicatedEntries};
 use net::netlink::Socket;
-use net::{ClaimSnooper, Claims};
+use net::{ClaimSnooper, Claims, DatagramSampler};
 use proto::message::Message;
 use proto::{Purpose, limits};
 use tracing::{debug, warn};
@@ -78,13 +81,16 @@ impl ConntrackCopier {
         let chain = |error: std::io::Error| crate::chain(&error);
         let netfilter = Socket::netfilter().map_err(chain)?;
         conntrack::check(&netfilter).map_err(chain)?;
-        let named = interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac));
+        let named = || interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac));
+        let is_untracked = redirected.as_ref().is_some_and(|guest| guest.offer.former.is_none());
+        let datagrams = is_untracked.then(|| DatagramSampler::start(named())).transpose();
         let source = ConntrackSource {
             environment: environment.clone(),
             netfilter,
             route: Socket::route().map_err(chain)?,
             snooper,
-            senders: SourceAddressSampler::start(named).map_err(chain)?,
+            senders: SourceAddressSampler::start(named()).map_err(chain)?,
+            datagrams: datagrams.map_err(chain)?,
             macs: interfaces.iter().map(|(_, mac)| *mac).collect(),
             claimed: BTreeSet::new(),
             redirected,
@@ -179,6 +185,8 @@ struct ConntrackSource {
     route: Socket,
     snooper: Option<Arc<ClaimSnooper>>,
     senders: SourceAddressSampler,
+    /// Flows of a guest whose datagrams may not be tracked here.
+    datagrams: Option<DatagramSampler>,
     /// Addresses of the guest's cards.
     macs: Vec<net::Mac>,
     /// Addresses that are certainly the guest's.
@@ -245,10 +253,7 @@ impl ConntrackSource {
         if !is_whole {
             debug!(most = MOST_ENTRIES, "the guest has more tracked connections than are copied");
         }
-        let entries = match &self.redirected {
-            Some(guest) => entries.iter().filter_map(|entry| guest.carried(entry)).collect(),
-            None => entries,
-        };
+        let entries = self.carried(entries).map_err(|error| crate::chain(&error))?;
         let changes = self.sent.changes(Instant::now(), entries, &own);
         if changes.is_empty() {
             return Ok(());
@@ -262,6 +267,20 @@ impl ConntrackSource {
         }
         let answer = self.exchange(shared, &bytes)?;
         Self::learn(shared, &changes, answer)
+    }
+
+    /// Returns the entries that the destination needs: where the guest's connections are redirected, with the flows that are
+    /// not tracked here.
+    fn carried(&mut self, listed: Vec<ConntrackEntry>) -> std::io::Result<Vec<ConntrackEntry>> {
+        let Some(guest) = &self.redirected else { return Ok(listed) };
+        let addresses = guest.redirection.guest_addresses();
+        let mut entries = BTreeMap::new();
+        if let Some(datagrams) = &mut self.datagrams {
+            let of_guest = datagrams.look(Instant::now())?.filter(|entry| entry.is_of(&addresses));
+            entries.extend(of_guest.map(|entry| (entry.key(), entry.clone())));
+        }
+        entries.extend(listed.into_iter().map(|entry| (entry.key(), entry)));
+        Ok(entries.values().filter_map(|entry| guest.carried(entry)).collect())
     }
 
     /// Returns the addresses of the guest: those that are certainly its own, and those from which it sends.

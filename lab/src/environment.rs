@@ -116,6 +116,21 @@ impl Environment {
         existing(self.cache.join("debian/root.qcow2"))
     }
 
+    /// Returns the path of the key to the Debian guest's SSH server.
+    pub fn debian_ssh_key(&self) -> Result<PathBuf> {
+        existing(self.cache.join("debian/ssh-key"))
+    }
+
+    /// Returns the path of the file by which a client knows that server, under the name `guest`.
+    pub fn debian_known_hosts(&self) -> Result<PathBuf> {
+        existing(self.cache.join("debian/known_hosts"))
+    }
+
+    /// Returns the path of the file with the SHA-256 of the large file that the Debian guest serves.
+    pub fn debian_large_digest(&self) -> Result<PathBuf> {
+        existing(self.cache.join("debian/large.sha256"))
+    }
+
     /// Returns the path of the root disk of the Debian guest with PostgreSQL (qcow2). Never to be written: make an
     /// overlay.
     pub fn database_disk(&self) -> Result<PathBuf> {

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 /// Longest head of an answer.
 const HEAD_BYTES: u64 = 64 << 10;
+/// Status of an answer after which the connection has another protocol: it has no body.
+pub(crate) const SWITCHING_PROTOCOLS: u16 = 101;
 /// Bytes of a body read at once.
 const PIECE_BYTES: usize = 64 << 10;
 
@@ -117,6 +119,7 @@ fn read_head(stream: &mut impl BufRead) -> io::Result<Head> {
             _ => {}
         }
     }
+    let length = length.or((status == SWITCHING_PROTOCOLS).then_some(0));
     let body_bytes = length.ok_or_else(|| io::Error::other("the answer has no length"))?;
     Ok(Head { status, body_bytes, location })
 }
@@ -139,6 +142,8 @@ mod tests {
         let head = |text: &str| read_head(&mut BufReader::new(text.as_bytes()));
         let found = head("HTTP/1.1 302 Found\r\nLocation: /x\r\ncontent-length: 7\r\n\r\nrest").unwrap();
         assert_eq!(found, Head { status: 302, body_bytes: 7, location: Some("/x".to_owned()) });
+        let changed = head("HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\n\r\n").unwrap();
+        assert_eq!(changed, Head { status: SWITCHING_PROTOCOLS, body_bytes: 0, location: None });
         for wrong in [
             "",
             "HTTP/1.1 200 OK\r\n",

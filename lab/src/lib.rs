@@ -11,7 +11,7 @@
 //! - [`Serial`]: a guest's serial line: its output, and commands typed to it.
 //! - [`Pki`]: certificates for agents; [`Agents`]: their configurations and daemons.
 //! - [`name_server()`]: a server of DNS, for names of VMs.
-//! - [`Client`]: watches a service from outside; [`demo`]: all of these together.
+//! - [`Client`]: watches a service from outside; [`sessions`]: connections that stay open; [`demo`]: all of these together.
 //! - [`bench`](mod@bench) and [`storage`]: costs of a migration, without disks and with them; [`sweep`]: their
 //!   dependence on parameters.
 //! - [`two_networks`]: a second network of VMs, behind a router; [`wan`](mod@wan): moves to it, from far away.
@@ -60,6 +60,7 @@ mod pki;
 pub mod rack;
 mod run;
 mod serial;
+pub mod sessions;
 mod spec;
 pub mod storage;
 pub mod sweep;

@@ -15,7 +15,7 @@ use std::time::Duration;
 use crate::emulator::{Emulator, Settings};
 use crate::error::{Context, Result};
 use crate::host::Host;
-use crate::lab::{CLIENT, CLIENT_GATEWAY, Lab, VM_BRIDGE, VM_GATEWAY};
+use crate::lab::{CLIENT, CLIENT_GATEWAY, Lab, MIGRATION_LINK, VM_BRIDGE, VM_GATEWAY};
 
 /// The router in the other network.
 pub const NEW_GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 94, 0, 254);
@@ -66,9 +66,10 @@ pub fn connect_third(lab: &Lab) -> Result<()> {
 }
 
 /// Puts the second host and the client far away: packets from the router to either of them are on their way for
-/// `delay`. The ways end with what is returned.
+/// `delay`. The ways end with what is returned. The migration link gets the packets of such ways, and stays as it is else.
 pub fn separate_far(lab: &Lab, delay: Duration) -> Result<[Emulator; 2]> {
     let settings = Settings { delay, ..Settings::default() };
+    [&lab.a, &lab.b].into_iter().try_for_each(|host| set_usual_mtu(host, MIGRATION_LINK))?;
     // The other end goes with it.
     lab.router.run(&["ip", "link", "del", "dev", "b"])?;
     let to_host = way(&lab.router, &lab.b, FAR, settings.clone())?;
@@ -91,7 +92,7 @@ fn way(from: &Host, to: &Host, device: &str, settings: Settings) -> Result<Emula
     Ok(emulator)
 }
 
-pub(crate) fn set_usual_mtu(host: &Host, device: &str) -> Result<()> {
+fn set_usual_mtu(host: &Host, device: &str) -> Result<()> {
     host.run(&["ip", "link", "set", "dev", device, "mtu", MTU]).map(drop)
 }
 

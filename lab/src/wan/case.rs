@@ -23,12 +23,12 @@ pub struct WanCase {
 
 impl WanCase {
     /// Returns the time for which a packet is on its way in one direction.
-    pub(super) fn delay(&self) -> Duration {
+    pub fn delay(&self) -> Duration {
         Duration::from_millis(self.round_trip_ms) / 2
     }
 
     /// Returns the way between both hosts.
-    pub(super) fn settings(&self) -> Settings {
+    pub fn settings(&self) -> Settings {
         let rate = self.megabits_per_s * 1_000_000 / 8;
         Settings {
             rate_bytes_per_s: Some(rate),
@@ -53,17 +53,25 @@ impl WanCase {
     }
 }
 
+/// Returns the way across an ocean.
+pub fn ocean() -> WanCase {
+    case("50m-80ms", 50, 80, 0, 32)
+}
+
+fn case(
+    name: &str,
+    megabits_per_s: u64,
+    round_trip_ms: u64,
+    lost_per_million: u32,
+    fill_mib: u64,
+) -> WanCase {
+    WanCase { name: name.to_owned(), megabits_per_s, round_trip_ms, lost_per_million, fill_mib }
+}
+
 /// Returns all cases.
 pub fn cases() -> Vec<WanCase> {
-    let case = |name: &str, megabits_per_s, round_trip_ms, lost_per_million, fill_mib| WanCase {
-        name: name.to_owned(),
-        megabits_per_s,
-        round_trip_ms,
-        lost_per_million,
-        fill_mib,
-    };
     vec![
-        case("50m-80ms", 50, 80, 0, 32),
+        ocean(),
         case("50m-80ms-0.1%", 50, 80, 1_000, 32),
         case("50m-80ms-1%", 50, 80, 10_000, 32),
         case("5m-100ms", 5, 100, 0, 8),

@@ -18,11 +18,11 @@ use crate::environment::{Environment, QemuVersion};
 use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::host::Host;
-use crate::lab::{Lab, LabConfig, Link, MIGRATION_LINK, vm_address};
+use crate::lab::{Lab, LabConfig, Link, vm_address};
 use crate::migrating::{adopt, is_qemu, migrate, number, serial_of};
 use crate::run::Daemon;
 use crate::spec::{Boot, Device, GuestSpec, Load, Net};
-use crate::two_networks::{NEW_ADDRESS, separate_far, set_usual_mtu};
+use crate::two_networks::{NEW_ADDRESS, separate_far};
 
 const VM: &str = "wan";
 const PORT: u16 = 7000;
@@ -100,7 +100,6 @@ impl WanBench {
     pub fn prepare(prefix: &str, case: WanCase, whimbrel: &Path) -> Result<Self> {
         let environment = Environment::discover();
         let lab = Lab::up(&LabConfig::new(prefix).link(Link::Emulated(case.settings())))?;
-        [&lab.a, &lab.b].into_iter().try_for_each(|host| set_usual_mtu(host, MIGRATION_LINK))?;
         let ways = separate_far(&lab, case.delay())?;
         let agents = Agents::new(&lab, &environment, whimbrel)
             .with_qemu(QemuVersion::Newer)

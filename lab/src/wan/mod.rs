@@ -15,7 +15,7 @@ mod client;
 mod measure;
 mod page;
 
-pub use case::{WanCase, cases};
+pub use case::{WanCase, cases, ocean};
 pub use measure::{WanBench, WanMove, WanResult, WanResults};
 pub use page::{plots, tables};
 

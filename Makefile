@@ -1,7 +1,8 @@
 # Whimbrel's commands. All of them first make this machine ready (scripts/setup: quick when nothing is missing), and need root.
 #
 #   make test    format, lints, licences, and all tests but the long ones: half an hour on two cores
-#   make demo    two hosts, a Debian guest that serves, a client that watches, and a migration with its report
+#   make demo    two hosts, a Debian guest that serves, a client that watches, and a migration with its report; then a
+#                network far away, an SSH session, a download, and a migration there and back
 #   make rack    tests on whole emulated machines, into docs/tried-on.md: three quarters of an hour; TEST=nfs runs those
 #                with nfs in their names
 #   make soak    the long tests too: all fault points, many seeds: hours

@@ -19,6 +19,9 @@ use crate::lab::Lab;
 use crate::spec::GuestSpec;
 
 const PORT: u16 = 5432;
+/// Makes the table of rows, once.
+const TABLE: &str =
+    "create table if not exists rows (client int, n bigint, text text, primary key (client, n))";
 
 /// Returns a guest with PostgreSQL on a root disk of its own, number `n` in the laboratory's network. With `fio` it
 /// also writes and verifies a file continuously, and prints `VERIFIED` on its console after each time, or `FIO FAILED`.
@@ -50,6 +53,12 @@ fn failed(error: &postgres::Error) -> Error {
     Error::Config(format!("PostgreSQL: {error}{cause}"))
 }
 
+/// Inserts a row.
+fn insert(client: &mut Client, number: i32, row: u64) -> Result<u64, postgres::Error> {
+    let text = format!("row {row} of client {number}");
+    client.execute("insert into rows values ($1, $2, $3)", &[&number, &(row as i64), &text])
+}
+
 /// A client that commits one row after the other, over one connection that is never opened again.
 #[derive(Debug)]
 pub struct Committer {
@@ -72,20 +81,14 @@ impl Committer {
     /// Connects from `host`, and begins to commit rows of its own number.
     pub fn start(host: &Host, address: Ipv4Addr, number: i32) -> Result<Self> {
         let mut client = connect(host, address)?;
-        client
-            .batch_execute(
-                "create table if not exists rows (client int, n bigint, text text, primary key (client, n))",
-            )
-            .map_err(|error| failed(&error))?;
+        client.batch_execute(TABLE).map_err(|error| failed(&error))?;
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let (tell, commits) = mpsc::channel();
         let work = move || {
             let mut rows = 0;
             while !stopped.load(Relaxed) {
-                let text = format!("row {rows} of client {number}");
-                let done =
-                    client.execute("insert into rows values ($1, $2, $3)", &[&number, &(rows as i64), &text]);
+                let done = insert(&mut client, number, rows);
                 if let Err(error) = done {
                     return (rows, Some(failed(&error).to_string()));
                 }
@@ -114,6 +117,50 @@ impl Committer {
         let (rows, error) = self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         CommitReport { rows, error }
     }
+}
+
+/// A client with a transaction that it leaves open.
+pub struct OpenTransaction {
+    client: Client,
+    number: i32,
+    /// Number of the transaction, by the database.
+    id: String,
+    rows: u64,
+}
+
+impl OpenTransaction {
+    /// Connects from `host`, and begins a transaction with rows of its own number.
+    pub fn begin(host: &Host, address: Ipv4Addr, number: i32) -> Result<Self> {
+        let mut client = connect(host, address)?;
+        let begun = client.batch_execute(TABLE).and_then(|()| client.batch_execute("begin"));
+        let id = begun.and_then(|()| transaction(&mut client)).map_err(|error| failed(&error))?;
+        Ok(Self { client, number, id, rows: 0 })
+    }
+
+    /// Inserts one more row.
+    ///
+    /// # Errors
+    /// If the connection is broken, or the transaction is another one.
+    pub fn insert(&mut self) -> Result<()> {
+        let inserted = insert(&mut self.client, self.number, self.rows);
+        let id = inserted.and_then(|_| transaction(&mut self.client)).map_err(|error| failed(&error))?;
+        if id != self.id {
+            return Err(Error::Config(format!("transaction {} has become {id}", self.id)));
+        }
+        self.rows += 1;
+        Ok(())
+    }
+
+    /// Commits, and returns the number of its rows.
+    pub fn commit(mut self) -> Result<u64> {
+        self.client.batch_execute("commit").map_err(|error| failed(&error))?;
+        Ok(self.rows)
+    }
+}
+
+/// Returns the number of the present transaction.
+fn transaction(client: &mut Client) -> Result<String, postgres::Error> {
+    client.query_one("select pg_current_xact_id()::text", &[]).map(|row| row.get(0))
 }
 
 /// Returns a client's rows in the database, after all of its tables and their indices were found sound: PostgreSQL

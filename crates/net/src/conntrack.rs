@@ -250,6 +250,9 @@ impl fmt::Display for ConntrackEntry {
     }
 }
 
+/// Attributes that distinguish tuples of a protocol, each with its kind.
+type TupleParts = Vec<(u16, Vec<u8>)>;
+
 /// One direction of a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Tuple {
@@ -257,7 +260,7 @@ struct Tuple {
     destination: IpAddr,
     /// Protocol, and attributes that distinguish its tuples: ports, or ICMP's identifier, type and code.
     protocol: u8,
-    parts: Vec<(u16, Vec<u8>)>,
+    parts: TupleParts,
 }
 
 impl Tuple {

@@ -88,7 +88,7 @@ fn download(
             record.record();
         })?;
         let digest = hasher.finish();
-        let hex: String = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        let hex = digest.as_ref().iter().fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"));
         if hex != expected {
             return Err(io::Error::other(format!("{PATH} arrived with the checksum {hex}")));
         }

@@ -1,6 +1,6 @@
 //! An SSH session: a shell in the guest with a command that goes on, while others are typed and answered.
 
-use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{self, BufReader, Read as _, Write as _};
 use std::net::Ipv4Addr;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Stdio};
 use std::thread;

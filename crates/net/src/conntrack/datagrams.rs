@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use super::{ConntrackEntry, Tuple, abi};
+use super::{ConntrackEntry, Tuple, TupleParts, abi};
 use crate::claims::{ICMPV6, IPV6_BYTES};
 use crate::ethernet::{Frame, IPV4, IPV6};
 use crate::netlink::Requests;
@@ -89,7 +89,7 @@ fn packet_v6(bytes: &[u8]) -> Option<Packet<'_>> {
 }
 
 /// Returns what distinguishes the flow from others between the same addresses, in both directions.
-fn parts(protocol: u8, is_v6: bool, content: &[u8]) -> Option<[Vec<(u16, Vec<u8>)>; 2]> {
+fn parts(protocol: u8, is_v6: bool, content: &[u8]) -> Option<[TupleParts; 2]> {
     match (protocol, is_v6) {
         (UDP, _) => {
             let (source, destination) = (content.get(..2)?.to_vec(), content.get(2..4)?.to_vec());
@@ -102,7 +102,7 @@ fn parts(protocol: u8, is_v6: bool, content: &[u8]) -> Option<[Vec<(u16, Vec<u8>
     }
 }
 
-fn echo(kinds: [u16; 3], [request, answer]: [u8; 2], content: &[u8]) -> Option<[Vec<(u16, Vec<u8>)>; 2]> {
+fn echo(kinds: [u16; 3], [request, answer]: [u8; 2], content: &[u8]) -> Option<[TupleParts; 2]> {
     let identifier = content.get(4..6)?;
     let [of_identifier, of_type, of_code] = kinds;
     let part =

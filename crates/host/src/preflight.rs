@@ -5,6 +5,7 @@
 
 mod disks;
 mod dns_records;
+mod findings;
 mod kernel;
 mod network_probe;
 mod redirected_cards;
@@ -30,7 +31,7 @@ use engine::handover::MigrationTerms;
 use link::Incoming;
 use proto::message::{Finding, Message, Proposal, Severity, is_blocked};
 use proto::{Generation, HostId, MigrationId, Purpose};
-use qemu::command::{self, HostRules, RamPlan};
+use qemu::command::{self, BuiltCommand, CommandError, HostRules, RamPlan};
 use qemu::describe::{Disk, VmDescription};
 use qemu::find::{self, Selector};
 use qemu::preflight::facts::MemoryFeatures;
@@ -50,6 +51,10 @@ use crate::peers::{self, PeerError};
 use crate::{ArrivalArtifacts, ArrivalError};
 use crate::{SourceVm, VmError};
 use api::RamChoice;
+use disks::DiskPlan;
+use findings::{
+    changed_paths, finding, left_out, no_qemu_starts, problems, unreachable_source_finding, unreadable,
+};
 use kernel::kernel_finding;
 use network_probe::ExpectedProbe;
 use redirection::ExpectedRedirections;
@@ -132,16 +137,6 @@ pub(crate) fn description_findings(description: &VmDescription, allowed: &[Strin
     findings
 }
 
-fn problems(problems: &[qemu::describe::Problem]) -> Vec<Finding> {
-    let blocker = |problem: &qemu::describe::Problem| Finding {
-        severity: Severity::Blocker,
-        code: problem.code.clone(),
-        what: problem.what.clone(),
-        advice: problem.advice.clone(),
-    };
-    problems.iter().map(blocker).collect()
-}
-
 /// A proposal that can be accepted.
 pub struct AcceptableProposal {
     /// Hosts, VM and epoch of the migration.
@@ -168,36 +163,66 @@ pub struct AcceptableProposal {
     here: HostRules,
 }
 
+/// Facts of both hosts about a proposal, and this host's plan for its VM.
+struct ArrivalFacts {
+    theirs: SourceFacts,
+    ours: DestinationFacts,
+    /// This host's replacements for the source's settings.
+    here: HostRules,
+    artifacts: ArrivalArtifacts,
+    /// Kind of the QEMU's memory, as text for users.
+    ram_kind: String,
+    disks: DiskPlan,
+    /// Present if this host cannot connect to the source.
+    unreachable_source_finding: Option<Finding>,
+}
+
+/// Result of a comparison without a blocker.
+struct PassedComparison {
+    built: BuiltCommand,
+    findings: Vec<Finding>,
+    /// Those findings that do not come from the comparison of the two hosts.
+    others: Vec<Finding>,
+    /// Memory and space for images; none if this is only a check.
+    reserved: Option<ReservationGuard>,
+}
+
 /// Compares a proposal with this host. Returns findings with a blocker as the error.
-#[expect(clippy::too_many_lines, reason = "a list of checks")]
 pub fn destination(
     context: &Context,
     from: &HostId,
     id: &MigrationId,
     proposal: Proposal,
 ) -> Result<AcceptableProposal, Vec<Finding>> {
-    let unreadable = |what: &str, error: &dyn std::error::Error| {
-        vec![Finding {
-            severity: Severity::Blocker,
-            code: "agents-incompatible".to_owned(),
-            what: format!("{what}: {}", crate::chain(error)),
-            advice: "use the same version of whimbrel on both hosts".to_owned(),
-        }]
+    let (mut facts, built) = gather_facts(context, from, id, &proposal)?;
+    let passed = compare(context, from, &proposal, &mut facts, built)?;
+    let terms = MigrationTerms {
+        migration: id.clone(),
+        source: from.clone(),
+        destination: context.config.host.clone(),
+        registry: proposal.registry_epoch,
+        witness: proposal.witness.clone(),
     };
+    assemble(context, terms, proposal, facts, passed)
+}
+
+/// Gathers the facts of both hosts, and builds the command line for the VM's QEMU here.
+fn gather_facts(
+    context: &Context,
+    from: &HostId,
+    id: &MigrationId,
+    proposal: &Proposal,
+) -> Result<(ArrivalFacts, Result<BuiltCommand, CommandError>), Vec<Finding>> {
     let (theirs, files) =
-        theirs(&proposal).map_err(|error| unreadable("the facts cannot be read", &error))?;
+        theirs(proposal).map_err(|error| vec![unreadable("the facts cannot be read", &error)])?;
     let mut artifacts = ArrivalArtifacts::plan(&context.config, id);
     let (plan, ram_kind) = ram_plan(proposal.ram_kind.as_deref(), &theirs);
     let config = &context.config.qemu;
+    let disk_dirs = context.config.disk_dirs.iter();
     let mut here = HostRules {
         data_dirs: config.data_dirs.clone(),
         tap: context.config.taps.clone(),
-        disk_dirs: context
-            .config
-            .disk_dirs
-            .iter()
-            .map(|(there, here)| (there.clone(), here.clone()))
-            .collect(),
+        disk_dirs: disk_dirs.map(|(there, here)| (there.clone(), here.clone())).collect(),
         ram: plan,
         allow_options: config.allow_options.iter().chain(&proposal.allow_options).cloned().collect(),
         ..HostRules::new(
@@ -213,19 +238,27 @@ pub fn destination(
     artifacts.images = disks.copied.iter().map(|disk| disk.location.path.clone()).collect();
     let built = command::build(&theirs.vm, &here);
     let problems = built.as_ref().err().map(|error| error.problems.clone()).unwrap_or_default();
-    let emulator = context.emulators.ask(&context.config, &here).map_err(|error| {
-        vec![Finding {
-            severity: Severity::Blocker,
-            code: "no-qemu-starts".to_owned(),
-            what: format!("{} does not start: {}", here.qemu_binary.display(), crate::chain(&error)),
-            advice: "name a QEMU that works under [qemu] binaries on the destination".to_owned(),
-        }]
-    })?;
-    let mut ours = gather::destination(&emulator, &theirs.vm, &files, &here, &shared(context), problems);
+    let emulator = context.emulators.ask(&context.config, &here);
+    let emulator = emulator.map_err(|error| vec![no_qemu_starts(&here.qemu_binary, &error)])?;
+    let ours = gather::destination(&emulator, &theirs.vm, &files, &here, &shared(context), problems);
     let unreachable_source_finding = unreachable_source_finding(context, from, id, &proposal.reply_to);
+    let facts = ArrivalFacts { theirs, ours, here, artifacts, ram_kind, disks, unreachable_source_finding };
+    Ok((facts, built))
+}
+
+/// Compares the facts of both hosts, and makes the reservation unless this is only a check. Returns findings with a
+/// blocker as the error.
+fn compare(
+    context: &Context,
+    from: &HostId,
+    proposal: &Proposal,
+    facts: &mut ArrivalFacts,
+    built: Result<BuiltCommand, CommandError>,
+) -> Result<PassedComparison, Vec<Finding>> {
+    let ArrivalFacts { theirs, ours, disks, unreachable_source_finding, .. } = facts;
     // Until the memory is reserved no other migration may read the amount of free memory.
     let arrivals = context.arrivals.lock_reservations();
-    let (hugepage_bytes, needed_bytes) = ours.memory_needed(&theirs);
+    let (hugepage_bytes, memory_bytes) = ours.memory_needed(theirs);
     let reserved_bytes = arrivals.reserved_bytes(hugepage_bytes);
     let reserved_image_bytes = arrivals.reserved_image_bytes();
     ours.refresh_memory(reserved_bytes);
@@ -236,36 +269,43 @@ pub fn destination(
         others.extend(left_out(&built.warnings));
         others.extend(changed_paths(&context.config.host, &built.notes));
     }
-    others.extend(disks.findings.into_iter().chain(room));
-    others.extend(unreachable_source_finding);
-    others.extend(registry::finding(context.config.registry.as_ref(), from, &proposal));
-    let checked = rules::check(&theirs, &ours).into_iter().map(finding);
+    others.extend(disks.findings.drain(..).chain(room));
+    others.extend(unreachable_source_finding.take());
+    others.extend(registry::finding(context.config.registry.as_ref(), from, proposal));
+    let checked = rules::check(theirs, ours).into_iter().map(finding);
     let findings: Vec<_> = checked.chain(others.iter().cloned()).collect();
     let (Ok(built), false) = (built, is_blocked(&findings)) else { return Err(findings) };
-    artifacts.logs = built.logs;
-    let needs = Needs { memory_bytes: needed_bytes, hugepage_bytes, images };
+    let needs = Needs { memory_bytes, hugepage_bytes, images };
     let reserved = (!proposal.check_only).then(|| arrivals.reservation(needs));
+    Ok(PassedComparison { built, findings, others, reserved })
+}
+
+/// Assembles the proposal that can be accepted.
+fn assemble(
+    context: &Context,
+    terms: MigrationTerms,
+    proposal: Proposal,
+    facts: ArrivalFacts,
+    passed: PassedComparison,
+) -> Result<AcceptableProposal, Vec<Finding>> {
+    let ArrivalFacts { theirs, ours, here, mut artifacts, ram_kind, disks, .. } = facts;
+    let PassedComparison { built, findings, others, reserved } = passed;
+    artifacts.logs = built.logs;
     let launch = Launch {
         argv: built.argv,
         env: Vec::new(),
         cwd: None,
         log: built.log,
         qmp: built.qmp,
-        scope: Some(format!("whimbrel-vm-{}", id.vm)),
+        scope: Some(format!("whimbrel-vm-{}", terms.migration.vm)),
         oom_score_adj: theirs.oom_score_adj,
-    };
-    let terms = MigrationTerms {
-        migration: id.clone(),
-        source: from.clone(),
-        destination: context.config.host.clone(),
-        registry: proposal.registry_epoch,
-        witness: proposal.witness.clone(),
     };
     let qemu_version = ours.qemu_version.clone();
     let disks_here =
         theirs.vm.disks.iter().map(|disk| disks::with_local_image(disk.clone(), &here)).collect();
     let described = serde_json::to_value(VmDescription { disks: disks_here, ..theirs.vm.clone() });
-    let description = described.map_err(|error| unreadable("the description cannot be stored", &error))?;
+    let description =
+        described.map_err(|error| vec![unreadable("the description cannot be stored", &error)])?;
     let proposal = Proposal { description, ..proposal };
     let images = here.images.values().map(|image| image.path.clone()).collect();
     let shared = writable_shared_images::of(&theirs.vm, &here);
@@ -405,60 +445,5 @@ pub fn ask(
         }
         Incoming::Message(Message::Reject { findings, .. }) => Ok((findings, None)),
         _ => Err(PeerError::NoSense(to.clone())),
-    }
-}
-
-/// Returns findings about endpoints that users of the VM find at another path or address here.
-fn changed_paths(here: &HostId, notes: &[String]) -> impl Iterator<Item = Finding> {
-    notes.iter().map(move |note| Finding {
-        severity: Severity::Info,
-        code: "path-changes".to_owned(),
-        what: format!("on {here}, {note}"),
-        advice: "find it there after the migration".to_owned(),
-    })
-}
-
-/// Checks that this host can connect to the source, which a destination in doubt has to ask. The problem is found
-/// before there is any doubt.
-fn unreachable_source_finding(
-    context: &Context,
-    from: &HostId,
-    id: &MigrationId,
-    reply_to: &str,
-) -> Option<Finding> {
-    let purpose = Purpose::Handover { migration: id.clone() };
-    let error = peers::connect(context, from, Some(reply_to), purpose).err()?;
-    Some(Finding {
-        severity: Severity::Warning,
-        code: "source-unreachable".to_owned(),
-        what: format!(
-            "{} must connect to {from} when a handover is interrupted, and cannot: {}",
-            context.config.host,
-            crate::chain(&error)
-        ),
-        advice: format!("name the source's address under [hosts.{from}] in the destination's configuration"),
-    })
-}
-
-/// Returns findings about options that the command line here lacks.
-fn left_out(warnings: &[qemu::describe::Problem]) -> impl Iterator<Item = Finding> {
-    warnings.iter().map(|left_out| Finding {
-        severity: Severity::Warning,
-        code: left_out.code.clone(),
-        what: left_out.what.clone(),
-        advice: left_out.advice.clone(),
-    })
-}
-
-fn finding(found: rules::Finding) -> Finding {
-    Finding {
-        severity: match found.severity {
-            rules::Severity::Blocker => Severity::Blocker,
-            rules::Severity::Warning => Severity::Warning,
-            rules::Severity::Info => Severity::Info,
-        },
-        code: found.code,
-        what: found.what,
-        advice: found.advice,
     }
 }

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use serde_json::{Value as Json, json};
 
 use super::Problem;
-use super::live::{self, LiveChardev, LiveState, NetBackend};
+use super::live::{self, LiveChardev, LiveState, NetBackend, Object};
 use crate::cmdline::QemuOption;
 use crate::qmp::{Qmp, QmpError};
 
@@ -27,106 +27,158 @@ const DESCRIBABLE_OBJECTS: &[&str] = &[
     "can-bus",
 ];
 
-/// Drops the options of removed things, and adds options for new ones.
-#[expect(clippy::too_many_lines, reason = "one part for each kind of backend")]
+/// Back end as QEMU reports it: a network's, a character device, or an object.
+trait ReportedBackend {
+    /// Name of the option that creates one.
+    const OPTION: &'static str;
+
+    fn id(&self) -> &str;
+
+    /// Returns the problem of one that cannot be described.
+    fn problem(&self) -> Problem;
+
+    /// Returns true if QEMU itself creates it, or another option than [`Self::OPTION`].
+    fn is_created_otherwise(&self, live: &LiveState, options: &[QemuOption]) -> bool;
+
+    /// Returns the option that creates it; none if QEMU does not report enough.
+    fn option(&self, live: &LiveState, qmp: &mut Qmp) -> Result<Option<QemuOption>, QmpError>;
+}
+
+impl ReportedBackend for NetBackend {
+    const OPTION: &'static str = "netdev";
+
+    fn id(&self) -> &str {
+        &self.id
+    }
+
+    fn problem(&self) -> Problem {
+        Problem::new(
+            "network-unclear",
+            new_and_unclear(&format!("network {} ({})", self.id, self.kind)),
+            "give it with -netdev when the guest is started next, or unplug its card and remove it (netdev_del)",
+        )
+    }
+
+    fn is_created_otherwise(&self, _live: &LiveState, options: &[QemuOption]) -> bool {
+        let mut nics = options.iter().filter(|option| option.name == "nic" || option.name == "net");
+        // A name that QEMU generated belongs to -nic, -net or the default card.
+        self.id.starts_with('#')
+            || nics.any(|nic| nic.parse_value().get("id").is_some_and(|id| id == self.id))
+    }
+
+    fn option(&self, live: &LiveState, qmp: &mut Qmp) -> Result<Option<QemuOption>, QmpError> {
+        let option = netdev(self, &live.usernet);
+        let has_vhost = option.is_some() && self.kind == "tap" && is_served_by_vhost(qmp, &self.id)?;
+        Ok(if has_vhost { option.as_ref().map(with_vhost) } else { option })
+    }
+}
+
+impl ReportedBackend for LiveChardev {
+    const OPTION: &'static str = "chardev";
+
+    fn id(&self) -> &str {
+        &self.label
+    }
+
+    fn problem(&self) -> Problem {
+        Problem::new(
+            "chardev-unclear",
+            new_and_unclear(&format!("character device {} ({})", self.label, self.filename)),
+            "give it with -chardev when the guest is started next, or remove it (chardev-remove)",
+        )
+    }
+
+    fn is_created_otherwise(&self, _live: &LiveState, _options: &[QemuOption]) -> bool {
+        CHARDEVS_OF_OTHER_OPTIONS.iter().any(|start| self.label.starts_with(start))
+            || self.label.ends_with("-base")
+    }
+
+    fn option(&self, _live: &LiveState, _qmp: &mut Qmp) -> Result<Option<QemuOption>, QmpError> {
+        Ok(chardev_option(self))
+    }
+}
+
+impl ReportedBackend for Object {
+    const OPTION: &'static str = "object";
+
+    fn id(&self) -> &str {
+        &self.id
+    }
+
+    fn problem(&self) -> Problem {
+        Problem::new(
+            "object-unclear",
+            new_and_unclear(&format!("object {} ({})", self.id, self.kind)),
+            "give it with -object when the guest is started next, or remove it (object-del)",
+        )
+    }
+
+    fn is_created_otherwise(&self, live: &LiveState, _options: &[QemuOption]) -> bool {
+        live.default_ram_id.as_ref() == Some(&self.id) || self.id.starts_with("ram-node")
+    }
+
+    fn option(&self, _live: &LiveState, qmp: &mut Qmp) -> Result<Option<QemuOption>, QmpError> {
+        if !DESCRIBABLE_OBJECTS.contains(&self.kind.as_str()) {
+            return Ok(None);
+        }
+        let mut map = live::object_properties(qmp, self)?;
+        map.insert("qom-type".to_owned(), self.kind.clone().into());
+        map.insert("id".to_owned(), self.id.clone().into());
+        Ok(Some(QemuOption::new("object", Json::Object(map).to_string())))
+    }
+}
+
+/// Drops the options of removed back ends, and adds options for new ones.
 pub(super) fn refresh(
     qmp: &mut Qmp,
     options: &mut Vec<QemuOption>,
     live: &LiveState,
     problems: &mut Vec<Problem>,
 ) -> Result<(), QmpError> {
-    let ids = |options: &[QemuOption], name: &str| -> BTreeSet<String> {
-        options
-            .iter()
-            .filter(|option| option.name == name)
-            .filter_map(|option| option.parse_value().get("id"))
-            .collect()
-    };
-    let is_there = |option: &QemuOption| {
-        let Some(id) = option.parse_value().get("id") else { return true };
-        match option.name.as_str() {
-            "netdev" => {
-                live.nets.iter().any(|net| net.id == id)
-                    || option.parse_value().get("type").as_deref() == Some("hubport")
-            }
-            "chardev" => live.chardevs.iter().any(|chardev| chardev.label == id),
-            "object" => live.objects.iter().any(|object| object.id == id),
-            _ => true,
-        }
-    };
-    options.retain(is_there);
+    options.retain(|option| is_present(option, live));
+    add_new(&live.nets, live, qmp, options, problems)?;
+    add_new(&live.chardevs, live, qmp, options, problems)?;
+    add_new(&live.objects, live, qmp, options, problems)
+}
 
-    let netdevs = ids(options, "netdev");
-    let nics: Vec<QemuOption> =
-        options.iter().filter(|o| o.name == "nic" || o.name == "net").cloned().collect();
-    for net in &live.nets {
-        let of_nic = nics.iter().any(|nic| nic.parse_value().get("id").is_some_and(|id| id == net.id));
-        // A name that QEMU generated belongs to -nic, -net or the default card.
-        if netdevs.contains(&net.id) || net.id.starts_with('#') || of_nic {
-            continue;
+/// Returns false for the option of a back end that QEMU does not have any more.
+fn is_present(option: &QemuOption, live: &LiveState) -> bool {
+    let value = option.parse_value();
+    let Some(id) = value.get("id") else { return true };
+    match option.name.as_str() {
+        "netdev" => {
+            live.nets.iter().any(|net| net.id == id) || value.get("type").as_deref() == Some("hubport")
         }
-        match netdev(net, &live.usernet) {
-            Some(option) if net.kind == "tap" && is_served_by_vhost(qmp, &net.id)? => {
-                options.push(with_vhost(&option));
-            }
-            Some(option) => options.push(option),
-            None => problems.push(Problem::new(
-                "network-unclear",
-                format!(
-                    "network {} ({}) was added after the start, and QEMU does not report all its properties",
-                    net.id,
-                    net.kind
-                ),
-                "give it with -netdev when the guest is started next, or unplug its card and remove it (netdev_del)",
-            )),
-        }
+        "chardev" => live.chardevs.iter().any(|chardev| chardev.label == id),
+        "object" => live.objects.iter().any(|object| object.id == id),
+        _ => true,
     }
+}
 
-    let chardevs = ids(options, "chardev");
-    for chardev in &live.chardevs {
-        let label = chardev.label.as_str();
-        let other = CHARDEVS_OF_OTHER_OPTIONS.iter().any(|start| label.starts_with(start));
-        if chardevs.contains(label) || other || label.ends_with("-base") {
+/// Adds options for back ends of a kind that have none yet, and a problem for each that cannot be described.
+fn add_new<T: ReportedBackend>(
+    reported: &[T],
+    live: &LiveState,
+    qmp: &mut Qmp,
+    options: &mut Vec<QemuOption>,
+    problems: &mut Vec<Problem>,
+) -> Result<(), QmpError> {
+    let of_kind = options.iter().filter(|option| option.name == T::OPTION);
+    let known: BTreeSet<String> = of_kind.filter_map(|option| option.parse_value().get("id")).collect();
+    for backend in reported {
+        if known.contains(backend.id()) || backend.is_created_otherwise(live, options) {
             continue;
         }
-        match chardev_option(chardev) {
+        match backend.option(live, qmp)? {
             Some(option) => options.push(option),
-            None => problems.push(Problem::new(
-                "chardev-unclear",
-                format!(
-                    "character device {label} ({}) was added after the start, and QEMU does not report all \
-                     its properties",
-                    chardev.filename
-                ),
-                "give it with -chardev when the guest is started next, or remove it (chardev-remove)",
-            )),
+            None => problems.push(backend.problem()),
         }
-    }
-
-    let objects = ids(options, "object");
-    for object in &live.objects {
-        let default_ram =
-            live.default_ram_id.as_ref() == Some(&object.id) || object.id.starts_with("ram-node");
-        if objects.contains(&object.id) || default_ram {
-            continue;
-        }
-        if !DESCRIBABLE_OBJECTS.contains(&object.kind.as_str()) {
-            problems.push(Problem::new(
-                "object-unclear",
-                format!(
-                    "object {} ({}) was added after the start, and QEMU does not report all its properties",
-                    object.id, object.kind
-                ),
-                "give it with -object when the guest is started next, or remove it (object-del)",
-            ));
-            continue;
-        }
-        let mut map = live::object_properties(qmp, object)?;
-        map.insert("qom-type".to_owned(), object.kind.clone().into());
-        map.insert("id".to_owned(), object.id.clone().into());
-        options.push(QemuOption::new("object", Json::Object(map).to_string()));
     }
     Ok(())
+}
+
+fn new_and_unclear(name: &str) -> String {
+    format!("{name} was added after the start, and QEMU does not report all its properties")
 }
 
 /// Returns the `-netdev` that creates a back end, if `info network` prints enough about it.

@@ -24,32 +24,60 @@ impl Outcome {
     }
 }
 
+/// Parts of the text, in their order.
+const PARTS: &[fn(&Report, &mut String) -> fmt::Result] = &[
+    outcome,
+    time,
+    downtime,
+    disks,
+    memory,
+    qemu_versions,
+    wire,
+    reduction_summaries,
+    waits,
+    post_copy,
+    first_frames,
+    connections::write,
+    dns_records,
+    agent_cpu,
+    run_state,
+    verification,
+    rounds_tables,
+    downtime_table,
+    findings,
+    events,
+];
+
 /// Formats a report: heading, rounds, downtime, findings. Ends with a newline.
 pub fn render(report: &Report) -> String {
     let mut text = String::new();
     // Writing to a String cannot fail.
-    let _ = write_all(&mut text, report);
+    let _ = PARTS.iter().try_for_each(|part| part(report, &mut text));
     text
 }
 
-#[expect(clippy::too_many_lines, reason = "one part for each line of the text")]
-fn write_all(out: &mut String, report: &Report) -> fmt::Result {
+fn outcome(report: &Report, out: &mut String) -> fmt::Result {
     let Report { migration, source, destination, .. } = report;
     writeln!(out, "{} from {} to {}: {}", migration, source.host, destination.host, report.outcome.words())?;
     if let Some(reason) = &report.reason {
         writeln!(out, "  reason      {reason}")?;
     }
+    Ok(())
+}
+
+fn time(report: &Report, out: &mut String) -> fmt::Result {
     let ended = report.ended.as_deref().map_or_else(|| "not ended".to_owned(), to_the_second);
     let started = to_the_second(&report.started);
-    writeln!(out, "  time        {} in all; {started} to {ended}", seconds(report.total_us))?;
-    if let Some(downtime) = &report.downtime {
-        writeln!(
-            out,
-            "  downtime    {} of {} ms allowed",
-            milliseconds(downtime.total_us),
-            report.settings.max_downtime_ms
-        )?;
-    }
+    writeln!(out, "  time        {} in all; {started} to {ended}", seconds(report.total_us))
+}
+
+fn downtime(report: &Report, out: &mut String) -> fmt::Result {
+    let Some(downtime) = &report.downtime else { return Ok(()) };
+    let (took, allowed_ms) = (milliseconds(downtime.total_us), report.settings.max_downtime_ms);
+    writeln!(out, "  downtime    {took} of {allowed_ms} ms allowed")
+}
+
+fn disks(report: &Report, out: &mut String) -> fmt::Result {
     // After an earlier end the images are removed again.
     let copied = match report.outcome {
         Outcome::Underway | Outcome::Moved | Outcome::InDoubt => "copied to",
@@ -58,21 +86,27 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
     for disk in &report.disks {
         writeln!(out, "  disk        {}, {}, {copied} {}", disk.name, bytes(disk.bytes), disk.path)?;
     }
-    let ram_bytes: u64 = report.ram_blocks.iter().map(|block| block.bytes).sum();
+    Ok(())
+}
+
+fn memory(report: &Report, out: &mut String) -> fmt::Result {
+    let blocks = &report.ram_blocks;
     writeln!(
         out,
         "  memory      {} in {} blocks; {} → {}",
-        bytes(ram_bytes),
-        report.ram_blocks.len(),
-        known(source.ram_kind.as_deref()),
-        known(destination.ram_kind.as_deref())
-    )?;
-    writeln!(
-        out,
-        "  QEMU        {} → {}",
-        known(source.qemu_version.as_deref()),
-        known(destination.qemu_version.as_deref())
-    )?;
+        bytes(blocks.iter().map(|block| block.bytes).sum()),
+        blocks.len(),
+        known(report.source.ram_kind.as_deref()),
+        known(report.destination.ram_kind.as_deref())
+    )
+}
+
+fn qemu_versions(report: &Report, out: &mut String) -> fmt::Result {
+    let [before, after] = [&report.source, &report.destination].map(|side| side.qemu_version.as_deref());
+    writeln!(out, "  QEMU        {} → {}", known(before), known(after))
+}
+
+fn wire(report: &Report, out: &mut String) -> fmt::Result {
     writeln!(
         out,
         "  wire        {} out, {} back, {} streams, {} reconnections",
@@ -80,89 +114,103 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         bytes(report.received_bytes),
         report.settings.streams,
         report.reconnections
+    )
+}
+
+fn reduction_summaries(report: &Report, out: &mut String) -> fmt::Result {
+    reductions::summaries(report).try_for_each(|summary| writeln!(out, "  {summary}"))
+}
+
+fn waits(report: &Report, out: &mut String) -> fmt::Result {
+    let Some(waiting) = report.waiting else { return Ok(()) };
+    let Some(waited_permille) = waiting.permille else { return Ok(()) };
+    let Waiting { before_permille, most_permille, nicest, fewest_threads, longest_interval_factor, .. } =
+        waiting;
+    let percent = |permille: u64| format!("{}.{}%", permille / 10, permille % 10);
+    let before = before_permille.map_or_else(|| "unknown".to_owned(), percent);
+    writeln!(
+        out,
+        "  waited      {} of its time for processors, {} at worst, {before} before;",
+        percent(waited_permille),
+        percent(most_permille.unwrap_or(waited_permille))
     )?;
-    for summary in reductions::summaries(report) {
-        writeln!(out, "  {summary}")?;
+    write!(out, "              copying nice {nicest}")?;
+    // Niceness is the first restraint: without further ones there is nothing else to report.
+    if let (Some(threads), Some(factor @ 2..)) = (fewest_threads, longest_interval_factor) {
+        let threads = if threads == 1 { "1 thread".to_owned() } else { format!("{threads} threads") };
+        write!(out, ", {threads} at a time, scan interval {factor}-fold")?;
     }
-    if let Some(waiting) = report.waiting
-        && let Some(waited_permille) = waiting.permille
-    {
-        let Waiting {
-            before_permille, most_permille, nicest, fewest_threads, longest_interval_factor, ..
-        } = waiting;
-        let percent = |permille: u64| format!("{}.{}%", permille / 10, permille % 10);
-        let before = before_permille.map_or_else(|| "unknown".to_owned(), percent);
-        writeln!(
-            out,
-            "  waited      {} of its time for processors, {} at worst, {before} before;",
-            percent(waited_permille),
-            percent(most_permille.unwrap_or(waited_permille))
-        )?;
-        write!(out, "              copying nice {nicest}")?;
-        // Niceness is the first restraint: without further ones there is nothing else to report.
-        if let (Some(threads), Some(factor @ 2..)) = (fewest_threads, longest_interval_factor) {
-            let threads = if threads == 1 { "1 thread".to_owned() } else { format!("{threads} threads") };
-            write!(out, ", {threads} at a time, scan interval {factor}-fold")?;
-        }
-        writeln!(out)?;
-    }
-    if let Some(PostCopy { remaining_pages, requested_pages, duration_us, .. }) = report.post_copy {
-        let (left, took) = (bytes(remaining_pages.saturating_mul(PAGE_BYTES)), seconds(duration_us));
-        writeln!(
-            out,
-            "  post-copy   {left} sent after the VM was started at the destination, in {took}; the VM waited \
-             for {requested_pages} pages"
-        )?;
-    }
+    writeln!(out)
+}
+
+fn post_copy(report: &Report, out: &mut String) -> fmt::Result {
+    let Some(post_copy) = report.post_copy else { return Ok(()) };
+    let PostCopy { remaining_pages, requested_pages, duration_us, .. } = post_copy;
+    let (left, took) = (bytes(remaining_pages.saturating_mul(PAGE_BYTES)), seconds(duration_us));
+    writeln!(
+        out,
+        "  post-copy   {left} sent after the VM was started at the destination, in {took}; the VM waited for \
+         {requested_pages} pages"
+    )
+}
+
+fn first_frames(report: &Report, out: &mut String) -> fmt::Result {
     for CardFrames { interface, first_in_us, first_out_us, .. } in &report.network {
         let after = |us: Option<u64>| us.map_or_else(|| "none".to_owned(), milliseconds);
         let (first_in, first_out) = (after(*first_in_us), after(*first_out_us));
         writeln!(out, "  network     {interface}: first frame in after {first_in}, out after {first_out}")?;
     }
-    connections::write(report, out)?;
+    Ok(())
+}
+
+fn dns_records(report: &Report, out: &mut String) -> fmt::Result {
     for record in report.names.iter().flat_map(|names| &names.records) {
         writeln!(out, "  name        {record}: {}", record.detail)?;
     }
-    writeln!(
-        out,
-        "  agents' CPU {} → {}",
-        known(source.agent_cpu_us.map(seconds).as_deref()),
-        known(destination.agent_cpu_us.map(seconds).as_deref())
-    )?;
-    writeln!(
-        out,
-        "  run state   {} → {}",
-        known(Some(report.run_state_before.as_str()).filter(|state| !state.is_empty())),
-        known(report.run_state_after.as_deref())
-    )?;
-    if let Some(verification) = &report.verification {
-        let found = match verification.different_chunks {
-            0 => "all equal".to_owned(),
-            n => format!("{n} chunks differ"),
-        };
-        writeln!(
-            out,
-            "  verified    {} in {}: {found}",
-            bytes(verification.compared_bytes),
-            seconds(verification.duration_us)
-        )?;
-    }
-    if !report.rounds.is_empty() {
-        out.push('\n');
-        out.push_str(&rounds(&report.rounds));
-    }
-    if let Some(downtime) = &report.downtime {
-        out.push('\n');
-        out.push_str(&parts(downtime));
-    }
+    Ok(())
+}
+
+fn agent_cpu(report: &Report, out: &mut String) -> fmt::Result {
+    let [before, after] = [&report.source, &report.destination].map(|side| side.agent_cpu_us.map(seconds));
+    writeln!(out, "  agents' CPU {} → {}", known(before.as_deref()), known(after.as_deref()))
+}
+
+fn run_state(report: &Report, out: &mut String) -> fmt::Result {
+    let before = Some(report.run_state_before.as_str()).filter(|state| !state.is_empty());
+    writeln!(out, "  run state   {} → {}", known(before), known(report.run_state_after.as_deref()))
+}
+
+fn verification(report: &Report, out: &mut String) -> fmt::Result {
+    let Some(verification) = &report.verification else { return Ok(()) };
+    let found = match verification.different_chunks {
+        0 => "all equal".to_owned(),
+        n => format!("{n} chunks differ"),
+    };
+    let (compared, took) = (bytes(verification.compared_bytes), seconds(verification.duration_us));
+    writeln!(out, "  verified    {compared} in {took}: {found}")
+}
+
+fn rounds_tables(report: &Report, out: &mut String) -> fmt::Result {
+    if report.rounds.is_empty() { Ok(()) } else { write!(out, "\n{}", rounds(&report.rounds)) }
+}
+
+fn downtime_table(report: &Report, out: &mut String) -> fmt::Result {
+    report.downtime.as_ref().map_or(Ok(()), |downtime| write!(out, "\n{}", parts(downtime)))
+}
+
+fn findings(report: &Report, out: &mut String) -> fmt::Result {
     for finding in &report.findings {
         writeln!(out, "\n{:?}: {}\n  {}", finding.severity, finding.what, finding.advice)?;
     }
+    Ok(())
+}
+
+fn events(report: &Report, out: &mut String) -> fmt::Result {
     if !report.events.is_empty() {
-        out.push('\n');
-        for Event { at_us, what, detail } in &report.events {
-            writeln!(out, "  {:>10}  {}", seconds(*at_us), format!("{what} {detail}").trim_end())?;
-        }
+        writeln!(out)?;
+    }
+    for Event { at_us, what, detail } in &report.events {
+        writeln!(out, "  {:>10}  {}", seconds(*at_us), format!("{what} {detail}").trim_end())?;
     }
     Ok(())
 }

@@ -167,7 +167,7 @@ pub enum SourceEvent {
 /// Action of the source's agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SourceEffect {
-    /// Write the state into the journal.
+    /// Write the state into the journal. The agent then informs the participants of the migration.
     Journal {
         /// The state to write.
         state: SourceState,

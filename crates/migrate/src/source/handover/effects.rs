@@ -8,7 +8,7 @@ use std::time::Instant;
 use engine::handover::registry::{RegistryAnswer, RequestPurpose};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
 use engine::handover::{Illegal, Role, Step};
-use proto::message::{Message, RegistryRequest};
+use proto::message::{Message, RegistryRequest, Verdict};
 use tracing::{error, warn};
 
 use crate::source::SourceDriver;
@@ -77,80 +77,20 @@ impl StateMachine for SourceDriver {
         match effect {
             SourceEffect::Journal { state, durable } => {
                 self.journal(state, *durable)?;
-                match state {
-                    SourceState::Committed { ran: false, .. } => self.resources.participants.commit(),
-                    SourceState::Committed { .. } | SourceState::Done { .. } => {
-                        self.resources.participants.running();
-                    }
-                    _ => {}
-                }
+                self.inform_participants(state);
             }
-            SourceEffect::StopVm => {
-                self.lift_cpu_throttle();
-                self.reporter.stop_clock.stopped_at = Some(Instant::now());
-                let until_stop_event = self.with_vm(SourceVm::stop)?;
-                self.reporter.stop_clock.measured.stop_event_us =
-                    until_stop_event.map(|until| until.as_micros() as u64);
-            }
+            SourceEffect::StopVm => self.stop_vm()?,
             SourceEffect::FreezeQemu => self.with_vm(SourceVm::freeze)?,
             SourceEffect::ReleaseQemu => self.with_vm(SourceVm::thaw)?,
-            SourceEffect::ContinueVm => {
-                let event = match self.with_vm(SourceVm::cont) {
-                    Ok(()) => SourceEvent::Continued,
-                    Err(_) if !self.resources.vm.as_ref().is_some_and(SourceVm::is_alive) => {
-                        SourceEvent::QemuDied
-                    }
-                    Err(error) => {
-                        error!(
-                            vm = %self.terms.migration.vm,
-                            error = crate::chain(&error),
-                            "QEMU does not resume the guest"
-                        );
-                        SourceEvent::ContinueFailed
-                    }
-                };
-                self.session.follow_up(event);
-            }
-            SourceEffect::QuitQemu => {
-                self.resources.stage.end_serving();
-                match self.resources.vm.take() {
-                    Some(vm) => vm.quit(),
-                    // An agent before this one may have died after it ended QEMU and before it removed QEMU's files.
-                    None => vms::remove_runtime_files(&self.context, &self.terms.migration.vm),
-                }
-                // The groups have no threads left.
-                self.resources.cpu_throttle = None;
-                self.resources.participants.finish();
-            }
-            SourceEffect::UndoAll => {
-                self.resources.cpu_throttle = None;
-                self.resources.stage.roll_back().end();
-                self.inbox.interrupt_nothing();
-                let mut vm = self.resources.vm.as_mut().filter(|vm| vm.is_alive());
-                if let Some(vm) = &mut vm {
-                    // It may be frozen for a handover that failed; a guest that is to run was let go by its `cont`.
-                    if let Err(error) = vm.thaw() {
-                        warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "cannot thaw QEMU");
-                    }
-                    vm.lift_leftover_limit();
-                    vm.forget_state_file();
-                }
-                let undone = self.resources.participants.undo(vm);
-                self.resources.stage = SourceStage::Undone(undone);
-            }
+            SourceEffect::ContinueVm => self.continue_vm(),
+            SourceEffect::QuitQemu => self.quit_qemu(),
+            SourceEffect::UndoAll => self.undo_all(),
             SourceEffect::SendGo { incarnation, run } => {
                 let (epoch, incarnation) = (self.terms.epoch(), incarnation.clone());
                 self.send_to_destination(&Message::Go { epoch, incarnation, run: *run });
             }
             SourceEffect::SendAbort => self.send_abort(),
-            SourceEffect::Answer(verdict) => {
-                let message = Message::Verdict { epoch: self.terms.epoch(), verdict: verdict.clone() };
-                match self.connections.asker.take() {
-                    // The asking peer may be gone; it will ask again.
-                    Some(asker) => drop(asker.try_send(message)),
-                    None => self.send_to_destination(&message),
-                }
-            }
+            SourceEffect::Answer(verdict) => self.answer(verdict.clone()),
             SourceEffect::AskDestination => {
                 self.send_to_destination(&Message::Inquire { epoch: self.terms.epoch() });
             }
@@ -204,6 +144,80 @@ impl SourceDriver {
                 }
                 Ok(())
             }
+        }
+    }
+
+    /// Informs the participants of an entry that is in the journal now: of COMMITTED, and that the guest runs at the
+    /// destination. They precede the effects behind the entry, of which GO is one.
+    fn inform_participants(&mut self, entered: &SourceState) {
+        match entered {
+            SourceState::Committed { ran: false, .. } => self.resources.participants.commit(),
+            SourceState::Committed { .. } | SourceState::Done { .. } => self.resources.participants.running(),
+            _ => {}
+        }
+    }
+
+    fn stop_vm(&mut self) -> Result<(), VmError> {
+        self.lift_cpu_throttle();
+        self.reporter.stop_clock.stopped_at = Some(Instant::now());
+        let until_stop_event = self.with_vm(SourceVm::stop)?;
+        self.reporter.stop_clock.measured.stop_event_us =
+            until_stop_event.map(|until| until.as_micros() as u64);
+        Ok(())
+    }
+
+    fn continue_vm(&mut self) {
+        let event = match self.with_vm(SourceVm::cont) {
+            Ok(()) => SourceEvent::Continued,
+            Err(_) if !self.resources.vm.as_ref().is_some_and(SourceVm::is_alive) => SourceEvent::QemuDied,
+            Err(error) => {
+                error!(
+                    vm = %self.terms.migration.vm,
+                    error = crate::chain(&error),
+                    "QEMU does not resume the guest"
+                );
+                SourceEvent::ContinueFailed
+            }
+        };
+        self.session.follow_up(event);
+    }
+
+    fn quit_qemu(&mut self) {
+        self.resources.stage.end_serving();
+        match self.resources.vm.take() {
+            Some(vm) => vm.quit(),
+            // An agent before this one may have died after it ended QEMU and before it removed QEMU's files.
+            None => vms::remove_runtime_files(&self.context, &self.terms.migration.vm),
+        }
+        // The groups have no threads left.
+        self.resources.cpu_throttle = None;
+        self.resources.participants.finish();
+    }
+
+    fn undo_all(&mut self) {
+        self.resources.cpu_throttle = None;
+        self.resources.stage.roll_back().end();
+        self.inbox.interrupt_nothing();
+        let mut vm = self.resources.vm.as_mut().filter(|vm| vm.is_alive());
+        if let Some(vm) = &mut vm {
+            // It may be frozen for a handover that failed; a guest that is to run was let go by its `cont`.
+            if let Err(error) = vm.thaw() {
+                warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "cannot thaw QEMU");
+            }
+            vm.lift_leftover_limit();
+            vm.forget_state_file();
+        }
+        let undone = self.resources.participants.undo(vm);
+        self.resources.stage = SourceStage::Undone(undone);
+    }
+
+    /// Answers the destination's question, on the connection on which it was asked.
+    fn answer(&mut self, verdict: Verdict) {
+        let message = Message::Verdict { epoch: self.terms.epoch(), verdict };
+        match self.connections.asker.take() {
+            // The asking peer may be gone; it will ask again.
+            Some(asker) => drop(asker.try_send(message)),
+            None => self.send_to_destination(&message),
         }
     }
 

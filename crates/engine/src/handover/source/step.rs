@@ -30,7 +30,7 @@ pub(super) fn step(terms: &MigrationTerms, state: &State, event: &Event) -> Tran
         State::Stopped { run } => stopped(terms, *run, event),
         State::QemuLost { incarnation, run } => qemu_lost(terms, incarnation.as_ref(), *run, event),
         State::Committed { incarnation, run, ran: false } => committed(terms, incarnation, *run, event),
-        State::Committed { incarnation, run, ran: true } => serving(terms, incarnation, *run, event),
+        State::Committed { incarnation, run, ran: true } => serving(incarnation, *run, event),
         // Only a registry can return the VM.
         State::Reclaiming { .. } if terms.registry.is_none() => None,
         State::Reclaiming { incarnation, run, force } => {
@@ -234,32 +234,44 @@ fn committed(
 }
 
 /// COMMITTED, and the destination has run the guest: it needs the source's pages, and the guest cannot return. The
-/// transitions are those of COMMITTED, except that the registry has nothing to decide any more.
-fn serving(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &Event) -> TransitionResult {
-    let state = || State::Committed { incarnation: incarnation.clone(), run, ran: true };
-    let report = |what| moved(Move::to(state()).when("ran").then([Effect::Report(what)]));
+/// registry has nothing to decide any more, and is not asked.
+fn serving(incarnation: &Incarnation, run: bool, event: &Event) -> TransitionResult {
+    let here = || Move::to(State::Committed { incarnation: incarnation.clone(), run, ran: true }).when("ran");
+    let report = |what| moved(here().then([Effect::Report(what)]));
+    let go = || Effect::SendGo { incarnation: incarnation.clone(), run };
     match event {
+        Event::Running { .. } => moved(finish(Some(incarnation), run).within("ran")),
         Event::Incomplete { .. } => report(Report::Incomplete),
+        Event::Asked { .. } => {
+            let verdict = Verdict::Committed { incarnation: incarnation.clone(), run };
+            moved(here().then([Effect::Answer(verdict)]))
+        }
+        Event::Ready { incarnation: other, .. } if other != incarnation => ignored(Ignored::OtherIncarnation),
+        Event::Ready { .. } | Event::Repeat => moved(here().then([go()])),
+        Event::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
+            moved(here().when("qemu-lives").then([Effect::FreezeQemu, go()]))
+        }
+        Event::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => {
+            moved(here().when("qemu-gone").then([Effect::Report(Report::CopyLost), go()]))
+        }
+        Event::QemuDied => report(Report::CopyLost),
         Event::ContactLostForGood => report(Report::NeededThere),
         // The operator does not know it yet.
         Event::OperatorDecided(
             OperatorDecision::RunHere { .. } | OperatorDecision::WithoutRegistry { run_here: true },
-        ) => report(Report::TooLate),
+        )
+        | Event::Cancel => report(Report::TooLate),
+        Event::OperatorDecided(OperatorDecision::RunElsewhere) => {
+            moved(finish(Some(incarnation), run).when("run-elsewhere").within("ran"))
+        }
+        Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: false }) => {
+            moved(without_registry(Some(incarnation), run, false).within("ran"))
+        }
         // Neither is sent by a destination that has run the guest: if it crashes, it sends RUNNING. A registry with
         // another record is out of date.
         Event::Refused { .. } | Event::Crashed { .. } => ignored(Ignored::TooLate),
-        Event::RegistryAnswered(_) => moved(Move::to(state()).when("ran")),
-        _ => Some(match committed(terms, incarnation, run, event)? {
-            Step::Moved(mut step) => {
-                if matches!(step.to, State::Committed { .. }) {
-                    step.to = state();
-                }
-                step.guards.retain(|guard| !["registry", "no-registry"].contains(guard));
-                step.effects.retain(|effect| !matches!(effect, Effect::Registry { .. }));
-                Step::Moved(step.within("ran"))
-            }
-            ignored @ Step::Ignored(_) => ignored,
-        }),
+        Event::RegistryAnswered(_) | Event::Failed | Event::PeerSilent | Event::PeerLost => moved(here()),
+        Event::Begin { .. } | Event::Stop { .. } | Event::Continued | Event::ContinueFailed => None,
     }
 }
 

@@ -35,6 +35,7 @@ use crate::reductions::decoders::AcceptedReductions;
 use crate::reductions::decoding::{BadFrame, BadPacked};
 
 mod acknowledger;
+mod frame_data;
 mod placement;
 mod worker;
 

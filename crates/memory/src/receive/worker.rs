@@ -11,6 +11,7 @@ use proto::pages::{Content, PageRun, PagesHeader, decode_round_end};
 use proto::reference::encode_missing;
 
 use super::acknowledger::Acknowledger;
+use super::frame_data::FrameData;
 use super::placement::{Placement, Target};
 use super::{Gate, Guard, ReceiveError, ReceiverEvent, ReceiverState};
 use crate::clock::waited;
@@ -163,56 +164,38 @@ impl StreamWorker {
         runs: &[PageRun],
         data: &[u8],
     ) -> Result<(), ReceiveError> {
-        let failed = |offset, source| ReceiveError::Memory { block: writer.description(), offset, source };
         self.written.clear();
         let mut missing = ChunkPages::EMPTY;
-        // The frame's data that belongs to the ranges still to be written begins here.
-        let mut rest = data;
-        let mut begin = data;
+        let mut data = FrameData::new(data);
         // Runs do not overlap, so their order does not matter.
         for run in runs {
-            let place = base + run.offset_bytes()..base + run.offset_bytes() + run.len_bytes();
-            let offset = place.start;
-            let (mine, behind) = rest.split_at(run.data_bytes());
-            rest = behind;
+            let offset = base + run.offset_bytes();
+            let place = offset..offset + run.len_bytes();
             match run.content {
-                Content::Data => self.written.push(place),
+                Content::Data => {
+                    data.pass(run.data_bytes());
+                    self.written.push(place);
+                }
                 Content::Zero | Content::Hole => {
-                    writer.drop_pages(place).map_err(|source| failed(offset, source))?;
+                    writer.drop_pages(place).map_err(|source| failed(writer, offset, source))?;
                 }
-                Content::Filled => {
+                Content::Filled | Content::Reference | Content::Delta { .. } => {
                     // One write needs contiguous data of the frame.
-                    let data = &begin[..begin.len() - rest.len() - mine.len()];
-                    self.write(writer, data).map_err(|(at, source)| failed(at, source))?;
-                    begin = rest;
+                    self.write(writer, data.take_passed())?;
+                    let mine = data.take(run.data_bytes());
                     self.found.resize(run.len_bytes() as usize, 0);
-                    self.found.chunks_exact_mut(mine.len()).for_each(|bytes| bytes.copy_from_slice(mine));
-                    writer.write(offset, &self.found).map_err(|source| failed(offset, source))?;
-                }
-                Content::Reference | Content::Delta { .. } => {
-                    // One write needs contiguous data of the frame.
-                    let data = &begin[..begin.len() - rest.len() - mine.len()];
-                    self.write(writer, data).map_err(|(at, source)| failed(at, source))?;
-                    begin = rest;
-                    let first = u64::from(run.first_page);
-                    let pages = first..first + u64::from(run.pages);
-                    self.found.resize(run.len_bytes() as usize, 0);
-                    let read = |block, page, into: &mut [u8]| shared.read(block, page, into);
-                    let encoded =
-                        EncodedRun { pages: pages.clone(), data: mine, offset, writer, read: &read };
-                    let found = self.decoders.decode_run(run.content, &encoded, &mut self.found)?;
-                    for run in found.runs() {
-                        let part = (run.start - first) as usize * PAGE..(run.end - first) as usize * PAGE;
-                        let at = offset + part.start as u64;
-                        writer.write(at, &self.found[part]).map_err(|source| failed(at, source))?;
+                    if run.content == Content::Filled {
+                        let pieces = self.found.chunks_exact_mut(mine.len());
+                        pieces.for_each(|bytes| bytes.copy_from_slice(mine));
+                        let written = writer.write(offset, &self.found);
+                        written.map_err(|source| failed(writer, offset, source))?;
+                    } else {
+                        missing.insert(&self.decode_run(shared, writer, *run, offset, mine)?);
                     }
-                    let mut others = ChunkPages::from_range(pages);
-                    others.remove(&found);
-                    missing.insert(&others);
                 }
             }
         }
-        self.write(writer, begin).map_err(|(at, source)| failed(at, source))?;
+        self.write(writer, data.take_passed())?;
         if runs.iter().any(|run| run.content == Content::Reference) {
             lock(&shared.rounds).referred = true;
         }
@@ -220,6 +203,48 @@ impl StreamWorker {
             let payload = encode_missing(seq, missing.words());
             self.sink.send(FrameKind::Missing, &[&payload]).map_err(ReceiveError::Stream)?;
         }
+        self.record_ram(shared, writer, round);
+        self.acknowledger.record_applied(seq);
+        Ok(())
+    }
+
+    /// Decodes a run, whose pages begin at `offset` in the block, and writes what was found. Returns the pages whose
+    /// content is missing. `found` has the run's length.
+    fn decode_run(
+        &mut self,
+        shared: &ReceiverState,
+        writer: &dyn BlockWriter,
+        run: PageRun,
+        offset: u64,
+        data: &[u8],
+    ) -> Result<ChunkPages, ReceiveError> {
+        let first = u64::from(run.first_page);
+        let pages = first..first + u64::from(run.pages);
+        let read = |block, page, into: &mut [u8]| shared.read(block, page, into);
+        let encoded = EncodedRun { pages: pages.clone(), data, offset, writer, read: &read };
+        let found = self.decoders.decode_run(run.content, &encoded, &mut self.found)?;
+        for run in found.runs() {
+            let part = (run.start - first) as usize * PAGE..(run.end - first) as usize * PAGE;
+            let at = offset + part.start as u64;
+            writer.write(at, &self.found[part]).map_err(|source| failed(writer, at, source))?;
+        }
+        let mut missing = ChunkPages::from_range(pages);
+        missing.remove(&found);
+        Ok(missing)
+    }
+
+    /// Writes data to the collected ranges, and clears them.
+    fn write(&mut self, writer: &dyn BlockWriter, data: &[u8]) -> Result<(), ReceiveError> {
+        let first = self.written.first().map(|run| run.start);
+        let written = first.map_or(Ok(()), |at| {
+            writer.write_runs(&self.written, data).map_err(|source| failed(writer, at, source))
+        });
+        self.written.clear();
+        written
+    }
+
+    /// Records the first round with a page of memory.
+    fn record_ram(&mut self, shared: &ReceiverState, writer: &dyn BlockWriter, round: u32) {
         if writer.is_ram() && !self.brought_ram {
             self.brought_ram = true;
             let mut rounds = lock(&shared.rounds);
@@ -227,17 +252,6 @@ impl StreamWorker {
                 rounds.first_of_ram = round;
             }
         }
-        self.acknowledger.record_applied(seq);
-        Ok(())
-    }
-
-    /// Writes data to the collected ranges, and clears them.
-    fn write(&mut self, writer: &dyn BlockWriter, data: &[u8]) -> Result<(), (u64, RamError)> {
-        let first = self.written.first().map(|run| run.start);
-        let written =
-            first.map_or(Ok(()), |at| writer.write_runs(&self.written, data).map_err(|why| (at, why)));
-        self.written.clear();
-        written
     }
 
     fn end_round(&mut self, payload: &[u8]) -> Result<(), ReceiveError> {
@@ -289,4 +303,9 @@ impl StreamWorker {
         }
         Ok(())
     }
+}
+
+/// Returns the error of a write to a block.
+fn failed(writer: &dyn BlockWriter, offset: u64, source: RamError) -> ReceiveError {
+    ReceiveError::Memory { block: writer.description(), offset, source }
 }

@@ -15,6 +15,15 @@ use api::{Problem, RecoverAction, RecoverReport, RecoverRequest, RegistryUse};
 use migrate::{destination, source};
 use store::journal::{MigrationRecord, State};
 
+/// Answer to an operator.
+struct DecisionAnswer {
+    /// Choices, with their risks.
+    risked: Vec<String>,
+    /// True if the migration is over at this host.
+    is_over: bool,
+    message: String,
+}
+
 impl Daemon {
     /// Asks the peer again, describes a decision, or carries it out.
     pub(super) fn decide(
@@ -29,41 +38,33 @@ impl Daemon {
         };
         let known =
             advice.known.iter().chain(&advice.unknown).cloned().chain(self.copied_disks(&record)).collect();
-        let mut risked = Vec::new();
-        let (done, message) = match requested_decision(request) {
-            None => {
-                risked = advice.choices.iter().map(described).collect();
-                self.nudge(id);
-                self.wait_until_over(id, |status| status.standing != Standing::Underway);
-                let over = self.status(id)?.standing.is_over();
-                (over, if over { "settled" } else { "asked again; there is no new information" }.to_owned())
-            }
-            Some(decision) => match choice(&advice, decision) {
-                None => (record.state.standing().is_over(), unavailable_decision(&advice)),
-                Some(choice) => {
-                    risked.push(described(choice));
-                    if request.accept_risk {
-                        self.carry_out(&record, choice.decision);
-                        let over = self.status(id)?.standing.is_over();
-                        (
-                            over,
-                            if over {
-                                "done"
-                            } else {
-                                "the decision was accepted; the migration has not \
-                                                          ended yet"
-                            }
-                            .to_owned(),
-                        )
-                    } else {
-                        let message = "nothing was done; repeat the command with --accept-risk to accept the \
-                                       risk and carry it out";
-                        (false, message.to_owned())
-                    }
-                }
-            },
+        let requested = requested_decision(request).map(|decision| choice(&advice, decision));
+        let DecisionAnswer { risked, is_over: done, message } = match requested {
+            None => self.ask_again(id, &advice)?,
+            Some(None) => unavailable_decision(&record, &advice),
+            Some(Some(choice)) if !request.accept_risk => unaccepted_risk(choice),
+            Some(Some(choice)) => self.carry_out_choice(&record, choice)?,
         };
         Ok(RecoverReport { status: self.status(id)?, known, risked, done, message })
+    }
+
+    /// Asks the peers again, and waits for their answers.
+    fn ask_again(&self, id: &MigrationId, advice: &Advice) -> Result<DecisionAnswer, Problem> {
+        self.nudge(id);
+        self.wait_until_over(id, |status| status.standing != Standing::Underway);
+        let is_over = self.status(id)?.standing.is_over();
+        let message = if is_over { "settled" } else { "asked again; there is no new information" };
+        let risked = advice.choices.iter().map(described).collect();
+        Ok(DecisionAnswer { risked, is_over, message: message.to_owned() })
+    }
+
+    /// Carries out a decision whose risk the operator accepts.
+    fn carry_out_choice(&self, record: &MigrationRecord, choice: &Choice) -> Result<DecisionAnswer, Problem> {
+        self.carry_out(record, choice.decision);
+        let is_over = self.status(record.id())?.standing.is_over();
+        let message =
+            if is_over { "done" } else { "the decision was accepted; the migration has not ended yet" };
+        Ok(DecisionAnswer { risked: vec![described(choice)], is_over, message: message.to_owned() })
     }
 
     /// Describes the locations of copied disks. There are two images of each, and the one to start the guest from
@@ -151,12 +152,22 @@ fn choice(advice: &Advice, decision: OperatorDecision) -> Option<&Choice> {
     advice.choices.iter().find(|choice| choice.decision == decision)
 }
 
-fn unavailable_decision(advice: &Advice) -> String {
-    if advice.choices.is_empty() {
-        return "no decision is needed here".to_owned();
-    }
-    let words: Vec<_> = advice.choices.iter().map(|choice| options(choice.decision)).collect();
-    format!("nothing was done; decisions that are possible now: {}", words.join(", or "))
+/// Returns the answer to a decision that is impossible now.
+fn unavailable_decision(record: &MigrationRecord, advice: &Advice) -> DecisionAnswer {
+    let message = if advice.choices.is_empty() {
+        "no decision is needed here".to_owned()
+    } else {
+        let words: Vec<_> = advice.choices.iter().map(|choice| options(choice.decision)).collect();
+        format!("nothing was done; decisions that are possible now: {}", words.join(", or "))
+    };
+    DecisionAnswer { risked: Vec::new(), is_over: record.state.standing().is_over(), message }
+}
+
+/// Returns the answer to a decision whose risk the operator has not accepted.
+fn unaccepted_risk(choice: &Choice) -> DecisionAnswer {
+    let message =
+        "nothing was done; repeat the command with --accept-risk to accept the risk and carry it out";
+    DecisionAnswer { risked: vec![described(choice)], is_over: false, message: message.to_owned() }
 }
 
 /// Formats a choice: its options, its effect, and its risk.

@@ -214,14 +214,14 @@ fn a_guest_that_has_run_there_is_never_run_here() {
             SourceState::Reclaiming { incarnation: Some(incarnation(1)), run: true, force: true };
         for before in std::iter::once(committed).chain(registry.map(|_| reclaiming)) {
             let step = moved(source(&terms, &before, &SourceEvent::Incomplete { epoch: EPOCH }));
-            let ran = step.to;
-            assert_eq!(ran, SourceState::Committed { incarnation: incarnation(1), run: true, ran: true });
+            let serving = step.to;
+            assert_eq!(serving, SourceState::Committed { incarnation: incarnation(1), run: true, ran: true });
             assert!(
-                matches!(&step.effects[0], SourceEffect::Journal { state, .. } if *state == ran),
+                matches!(&step.effects[0], SourceEffect::Journal { state, .. } if *state == serving),
                 "{:?}",
                 step.effects
             );
-            let choices = advise_source(&terms, &ran).choices;
+            let choices = advise_source(&terms, &serving).choices;
             assert_eq!(
                 choices.iter().map(|choice| choice.decision).collect::<Vec<_>>(),
                 [OperatorDecision::RunElsewhere]
@@ -236,12 +236,12 @@ fn a_guest_that_has_run_there_is_never_run_here() {
                 SourceEvent::QemuDied,
                 SourceEvent::Repeat,
             ] {
-                assert_eq!(moved(source(&terms, &ran, &event)).to, ran, "{event:?}");
+                assert_eq!(moved(source(&terms, &serving, &event)).to, serving, "{event:?}");
             }
             for event in [SourceEvent::Refused { epoch: EPOCH }, SourceEvent::Crashed { epoch: EPOCH }] {
-                assert_eq!(source(&terms, &ran, &event), Ok(Step::Ignored(Ignored::TooLate)));
+                assert_eq!(source(&terms, &serving, &event), Ok(Step::Ignored(Ignored::TooLate)));
             }
-            let done = moved(source(&terms, &ran, &SourceEvent::Running { epoch: EPOCH })).to;
+            let done = moved(source(&terms, &serving, &SourceEvent::Running { epoch: EPOCH })).to;
             assert_eq!(done.name(), "done");
         }
     }

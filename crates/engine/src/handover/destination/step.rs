@@ -80,8 +80,8 @@ fn prepared(terms: &MigrationTerms, event: &Event) -> TransitionResult {
     }
 }
 
-fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &Event) -> TransitionResult {
-    let state = || State::Ready { incarnation: incarnation.clone(), run: ran };
+fn ready(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &Event) -> TransitionResult {
+    let state = || State::Ready { incarnation: incarnation.clone(), run };
     let here = || Move::to(state());
     let ready = || Effect::SendReady { incarnation: incarnation.clone() };
     let read = || terms.registry.map(|_| registry::read(terms));
@@ -109,7 +109,7 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &E
         Event::SourceAnswered { verdict: Verdict::Undecided, .. } => {
             moved(here().when("undecided").asking(RequestPurpose::Read, read()))
         }
-        Event::RegistryAnswered(answer) => ready_by_registry(terms, incarnation, ran, answer),
+        Event::RegistryAnswered(answer) => ready_by_registry(terms, incarnation, run, answer),
         Event::Asked { .. } => moved(here().then([ready()])),
         Event::Repeat => {
             moved(here().then([ready(), Effect::AskSource]).asking(RequestPurpose::Read, read()))
@@ -125,11 +125,11 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &E
         // Another program has continued it. That is no state of this protocol.
         Event::Restarted(QemuAtStart::Running) => None,
         Event::OperatorDecided(OperatorDecision::RunHere { .. }) => {
-            moved(follow_go(terms, incarnation, ran).within("run-here"))
+            moved(follow_go(terms, incarnation, run).within("run-here"))
         }
         Event::OperatorDecided(OperatorDecision::RunElsewhere) => moved(refuse().when("run-elsewhere")),
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: true }) => {
-            moved(start(incarnation, ran).within("run-here").within("without-registry"))
+            moved(start(incarnation, run).within("run-here").within("without-registry"))
         }
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: false }) => {
             moved(refuse_without_registry())
@@ -151,10 +151,10 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, ran: bool, event: &E
 fn ready_by_registry(
     terms: &MigrationTerms,
     incarnation: &Incarnation,
-    ran: bool,
+    run: bool,
     answer: &RegistryAnswer,
 ) -> TransitionResult {
-    let here = || Move::to(State::Ready { incarnation: incarnation.clone(), run: ran });
+    let here = || Move::to(State::Ready { incarnation: incarnation.clone(), run });
     match registry::interpret(terms, answer) {
         RegistryResult::Record(RecordMeaning::Open { offer: Some(offer), .. })
             if offer.epoch == terms.epoch() && offer.incarnation == *incarnation =>

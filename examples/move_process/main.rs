@@ -180,9 +180,9 @@ fn observe(stats: &RoundStats, dirty: &ClearedPages) -> RoundObservation {
     }
 }
 
-fn print_round(round: &str, stats: &RoundStats) {
+fn print_round(number: &str, stats: &RoundStats) {
     let (pages, took) = (stats.contents.pages(), Duration::from_micros(stats.duration_us));
-    println!("{round:>5} {pages:>6} {:>11} {:>8.1} ms", stats.wire_bytes, ms(took));
+    println!("{number:>5} {pages:>6} {:>11} {:>8.1} ms", stats.wire_bytes, ms(took));
 }
 
 fn ms(time: Duration) -> f64 {

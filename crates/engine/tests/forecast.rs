@@ -52,29 +52,30 @@ fn recorded(name: &str) -> Recorded {
 fn facts(recorded: &Recorded, throttle_requested: bool) -> MigrationFacts {
     let rounds = &recorded.rounds;
     let first = rounds[0];
-    let first_pass: Vec<_> = rounds.iter().take_while(|round| round.round == 0).collect();
+    let first_pass: Vec<_> = rounds.iter().take_while(|observed| observed.round == 0).collect();
     let setup_ns = first.elapsed_ns - first.interval_ns;
-    let sum = |of: fn(&RoundObservation) -> u64| first_pass.iter().map(|round| of(round)).sum::<u64>();
-    let bytes = sum(|round| round.bytes_sent);
-    let rate = u128::from(bytes) * 1_000_000_000 / u128::from(sum(|round| round.duration_ns));
+    let sum = |of: fn(&RoundObservation) -> u64| first_pass.iter().map(|observed| of(observed)).sum::<u64>();
+    let bytes = sum(|observed| observed.bytes_sent);
+    let rate = u128::from(bytes) * 1_000_000_000 / u128::from(sum(|observed| observed.duration_ns));
     let memory_pages = first.remaining_pages + first.pages_sent;
     // Pages that needed no bytes of their own had no content.
-    let used_pages = memory_pages * (bytes / PAGE) / sum(|round| round.pages_sent);
-    let after = rounds.iter().find(|round| round.round > 0).unwrap();
+    let used_pages = memory_pages * (bytes / PAGE) / sum(|observed| observed.pages_sent);
+    let after = rounds.iter().find(|observed| observed.round > 0).unwrap();
     let pass =
         WorkingSetPoint { interval_ns: after.elapsed_ns - setup_ns, written_bytes: after.dirty_pages * PAGE };
-    let later = rounds[..recorded.unthrottled].iter().filter(|round| round.elapsed_ns > after.elapsed_ns);
-    let points = later.map(|round| {
-        let written = round.dirty_pages - round.remaining_pages;
+    let later =
+        rounds[..recorded.unthrottled].iter().filter(|observed| observed.elapsed_ns > after.elapsed_ns);
+    let points = later.map(|observed| {
+        let written = observed.dirty_pages - observed.remaining_pages;
         // The trace does not have whether pages that waited were written: the share of the others counts for all.
-        let all = if round.remaining_pages > 0 {
-            (round.dirty_pages * written / round.pages_sent).clamp(written, round.dirty_pages)
+        let all = if observed.remaining_pages > 0 {
+            (observed.dirty_pages * written / observed.pages_sent).clamp(written, observed.dirty_pages)
         } else {
             written
         };
-        WorkingSetPoint { interval_ns: round.interval_ns, written_bytes: all * PAGE }
+        WorkingSetPoint { interval_ns: observed.interval_ns, written_bytes: all * PAGE }
     });
-    let scans = rounds.iter().map(|round| round.scan_ns).sum::<u64>();
+    let scans = rounds.iter().map(|observed| observed.scan_ns).sum::<u64>();
     MigrationFacts {
         guest: GuestFacts {
             memory_bytes: memory_pages * PAGE,

@@ -178,9 +178,9 @@ impl<'a> Simulation<'a> {
             let sent = self.pages.clean(0.0, 1.0);
             self.transfer(sent.all(), 0.0);
             let bytes = |pages: f64| whole(pages).saturating_mul(PAGE_BYTES);
-            let round =
+            let disk_round =
                 DiskRound { dirty_bytes: bytes(self.pages.dirty().disk), sent_bytes: bytes(sent.disk) };
-            if policy.decide(&round) == NextPhase::Memory {
+            if policy.decide(&disk_round) == NextPhase::Memory {
                 return;
             }
         }
@@ -196,7 +196,7 @@ impl<'a> Simulation<'a> {
         let pool = (self.memory_pages - before.memory).max(0.0) * self.unsent_share;
         let all_ns = path.pages_ns(pool, self.unsent_empty);
         let share = if all_ns <= part_ns { 1.0 } else { part_ns / all_ns };
-        let round = SimulatedRound {
+        let simulated = SimulatedRound {
             sent: PageCounts { memory: pool * share, disk: 0.0 },
             empty: self.unsent_empty * share,
             owed: before.all() + pool + self.unsent_empty,
@@ -204,11 +204,11 @@ impl<'a> Simulation<'a> {
             resent: 0.0,
         };
         self.unsent_share *= 1.0 - share;
-        self.unsent_empty -= round.empty;
+        self.unsent_empty -= simulated.empty;
         if share >= 1.0 {
             (self.passes, self.unsent_empty) = (1, 0.0);
         }
-        self.observe(&round)
+        self.observe(&simulated)
     }
 
     /// Sends the dirty pages, or a part of them.
@@ -246,24 +246,24 @@ impl<'a> Simulation<'a> {
     }
 
     /// Sends the pages of a round, and returns what the driver would observe after it.
-    fn observe(&mut self, round: &SimulatedRound) -> RoundObservation {
-        let sent = round.sent.all();
-        let (duration_ns, interval_ns) = self.transfer(sent, round.empty);
+    fn observe(&mut self, simulated: &SimulatedRound) -> RoundObservation {
+        let sent = simulated.sent.all();
+        let (duration_ns, interval_ns) = self.transfer(sent, simulated.empty);
         self.rounds += 1;
         let dirty = self.pages.dirty();
         let unsent = (self.memory_pages - dirty.memory).max(0.0) * self.unsent_share + self.unsent_empty;
         let dirty_pages = whole(dirty.all() + unsent);
-        let remaining = (round.owed - sent - round.empty).max(0.0);
+        let remaining = (simulated.owed - sent - simulated.empty).max(0.0);
         RoundObservation {
             round: self.passes,
             dirty_pages,
             full_pages: whole(dirty.all() + unsent - self.unsent_empty),
-            pages_sent: whole(sent + round.empty),
-            empty_pages: whole(round.empty),
+            pages_sent: whole(sent + simulated.empty),
+            empty_pages: whole(simulated.empty),
             reduced_pages: 0,
             remaining_pages: whole(remaining).min(dirty_pages),
-            remaining_must_precopy_pages: whole((round.owed_disk - round.sent.disk).max(0.0)),
-            resent_pages: whole(round.resent),
+            remaining_must_precopy_pages: whole((simulated.owed_disk - simulated.sent.disk).max(0.0)),
+            resent_pages: whole(simulated.resent),
             bytes_sent: whole(self.facts.path.wire_bytes(sent)),
             duration_ns: whole(duration_ns),
             interval_ns: whole(interval_ns),

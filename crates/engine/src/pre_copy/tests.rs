@@ -2,7 +2,12 @@ use super::*;
 
 mod generated;
 
-pub(super) fn round(round: u32, dirty_pages: u64, pages_sent: u64, duration_ms: u64) -> RoundObservation {
+pub(super) fn observation(
+    round: u32,
+    dirty_pages: u64,
+    pages_sent: u64,
+    duration_ms: u64,
+) -> RoundObservation {
     RoundObservation {
         round,
         dirty_pages,
@@ -49,12 +54,12 @@ fn full_pages_are_expected_to_take_as_long_as_before() {
     const MS: u64 = 1_000_000;
     let mut policy = policy(300, 30, OnLimit::Abort);
     // 32 pages in a millisecond.
-    assert_eq!(expected(policy.decide(&round(1, 32_000, 320_000, 10_000))), 1_000 * MS);
+    assert_eq!(expected(policy.decide(&observation(1, 32_000, 320_000, 10_000))), 1_000 * MS);
     let changes = |number, full_pages| RoundObservation {
         full_pages,
         reduced_pages: 32_000,
         bytes_sent: 32_000 * 90,
-        ..round(number, 32_000, 32_000, 50)
+        ..observation(number, 32_000, 32_000, 50)
     };
     // All pages are known: as quick as the last round.
     let now = expected(policy.decide(&RoundObservation { full_pages: 0, ..changes(2, 0) }));
@@ -73,11 +78,11 @@ fn references_of_the_first_round_do_not_make_the_link_quicker() {
     const MS: u64 = 1_000_000;
     let mut policy = policy(300, 30, OnLimit::Abort);
     // A tenth of the pages was sent in full, in a second, in which ten times as many pages were finished.
-    let first = round(1, 10_000, 100_000, 1_000);
+    let first = observation(1, 10_000, 100_000, 1_000);
     let first = RoundObservation { reduced_pages: 90_000, full_pages: 10_000, ..first };
     assert_eq!(expected(policy.decide(&first)), 1_000 * MS);
     // The first round with mostly full pages counts from here on.
-    let second = RoundObservation { full_pages: 1_000, ..round(2, 1_000, 20_000, 1_000) };
+    let second = RoundObservation { full_pages: 1_000, ..observation(2, 1_000, 20_000, 1_000) };
     assert_eq!(expected(policy.decide(&second)), 60 * MS);
 }
 
@@ -114,11 +119,11 @@ fn agrees_with_kvm_s_rule_at_a_steady_rate() {
     let mut policy = policy(30, 100, OnLimit::Abort);
     // 1000 pages in 10 ms, round after round: 100 pages take 1 ms.
     for (n, dirty) in [(1, 100_000), (2, 30_000), (3, 9_000), (4, 3_001)] {
-        let decision = policy.decide(&round(n, dirty, 1000 * u64::from(n), 10 * u64::from(n)));
+        let decision = policy.decide(&observation(n, dirty, 1000 * u64::from(n), 10 * u64::from(n)));
         assert!(matches!(decision, Decision::NextRound { .. }));
         assert_eq!(expected(decision), dirty * 10_000);
     }
-    let decision = policy.decide(&round(5, 3_000, 3_000, 30));
+    let decision = policy.decide(&observation(5, 3_000, 3_000, 30));
     assert!(matches!(decision, Decision::StopAndCopy { expected_downtime_ns: 30_000_000, .. }));
 }
 
@@ -130,7 +135,7 @@ fn rounds_and_expected(fixed: FixedCost, max_rounds: u32, dirty_per_ms: u64) -> 
     let (mut n, mut left) = (1, 10_000);
     loop {
         let duration_ms = left / 10;
-        let observed = round(n, dirty_per_ms * duration_ms, left, duration_ms);
+        let observed = observation(n, dirty_per_ms * duration_ms, left, duration_ms);
         match policy.decide(&observed) {
             Decision::NextRound { .. } => (n, left) = (n + 1, observed.dirty_pages),
             Decision::StopAndCopy { expected_downtime_ns, .. } => {
@@ -160,15 +165,16 @@ fn within_the_limit_rounds_go_on_while_they_are_worth_it() {
 #[test]
 fn within_the_limit_a_round_that_left_no_less_is_the_last() {
     let mut policy = policy(300, 30, OnLimit::Abort);
-    assert!(matches!(policy.decide(&round(1, 500, 100_000, 1000)), Decision::NextRound { .. }));
-    assert!(matches!(policy.decide(&round(2, 499, 500, 5)), Decision::StopAndCopy { .. }));
+    assert!(matches!(policy.decide(&observation(1, 500, 100_000, 1000)), Decision::NextRound { .. }));
+    assert!(matches!(policy.decide(&observation(2, 499, 500, 5)), Decision::StopAndCopy { .. }));
 }
 
 /// The time that a round takes beside sending does not fall with the number of pages.
 #[test]
 fn the_time_between_rounds_counts() {
     let decide = |interval_ms: u64| {
-        let observed = RoundObservation { interval_ns: interval_ms * 1_000_000, ..round(1, 500, 1000, 10) };
+        let observed =
+            RoundObservation { interval_ns: interval_ms * 1_000_000, ..observation(1, 500, 1000, 10) };
         policy(300, 30, OnLimit::Abort).decide(&observed)
     };
     assert!(matches!(decide(10), Decision::NextRound { .. }));
@@ -182,7 +188,7 @@ fn saving_counts_where_it_takes_longer_than_the_last_pages() {
     let decide = |dirty| {
         expected(
             PatternPolicy::new(PreCopyGoals::default(), OnLimit::Abort, fixed)
-                .decide(&round(1, dirty, 1000, 10)),
+                .decide(&observation(1, dirty, 1000, 10)),
         )
     };
     assert_eq!((decide(0), decide(400), decide(600)), (5_000_000, 5_000_000, 6_000_000));
@@ -192,7 +198,8 @@ fn saving_counts_where_it_takes_longer_than_the_last_pages() {
 fn the_fixed_part_counts() {
     let goals = PreCopyGoals::default();
     let fixed = FixedCost { load_ns: goals.max_downtime_ns, ..free() };
-    let decide = |fixed| PatternPolicy::new(goals, OnLimit::Abort, fixed).decide(&round(1, 1000, 1000, 10));
+    let decide =
+        |fixed| PatternPolicy::new(goals, OnLimit::Abort, fixed).decide(&observation(1, 1000, 1000, 10));
     assert!(matches!(decide(free()), Decision::StopAndCopy { .. }));
     assert!(matches!(decide(fixed), Decision::NextRound { .. }));
 }
@@ -200,9 +207,9 @@ fn the_fixed_part_counts() {
 #[test]
 fn a_round_into_buffers_does_not_deceive() {
     let mut policy = policy(30, 100, OnLimit::Abort);
-    policy.decide(&round(1, 20_000, 100_000, 1000));
+    policy.decide(&observation(1, 20_000, 100_000, 1000));
     // The second round seems a hundred times as fast. At the first one's rate 20,000 pages take 200 ms.
-    let decision = policy.decide(&round(2, 20_000, 20_000, 2));
+    let decision = policy.decide(&observation(2, 20_000, 20_000, 2));
     assert!(expected(decision) > 30_000_000, "{decision:?}");
     assert!(matches!(decision, Decision::NextRound { .. }));
 }
@@ -210,8 +217,8 @@ fn a_round_into_buffers_does_not_deceive() {
 #[test]
 fn a_link_that_became_slow_is_believed_at_once() {
     let mut policy = policy(30, 100, OnLimit::Abort);
-    policy.decide(&round(1, 20_000, 1_000_000, 1000));
-    let decision = policy.decide(&round(2, 10_000, 20_000, 2000));
+    policy.decide(&observation(1, 20_000, 1_000_000, 1000));
+    let decision = policy.decide(&observation(2, 10_000, 20_000, 2000));
     assert_eq!(expected(decision), 1_000_000_000);
 }
 
@@ -220,11 +227,11 @@ fn limits() {
     let mut stop = policy(1, 3, OnLimit::Stop);
     let mut abort = policy(1, 3, OnLimit::Abort);
     for n in 1..3 {
-        let observed = round(n, 90_000 / u64::from(n), 1000, 100);
+        let observed = observation(n, 90_000 / u64::from(n), 1000, 100);
         assert!(matches!(stop.decide(&observed), Decision::NextRound { .. }));
         assert!(matches!(abort.decide(&observed), Decision::NextRound { .. }));
     }
-    let last = round(3, 10_000, 1000, 100);
+    let last = observation(3, 10_000, 1000, 100);
     assert!(matches!(stop.decide(&last), Decision::StopAndCopy { expected_downtime_ns: 1_000_000_000, .. }));
     let Decision::GiveUp { reason } = abort.decide(&last) else { panic!("no limit") };
     assert_eq!(reason.limit, Limit::Rounds);
@@ -242,7 +249,7 @@ fn limits() {
 fn rounds_that_do_not_shrink_end_it() {
     let mut policy = policy(1, 1000, OnLimit::Abort).with_patience(3);
     let decisions: Vec<_> =
-        (1..=5).map(|n| policy.decide(&round(n, 10_000 - u64::from(n), 10_000, 100))).collect();
+        (1..=5).map(|n| policy.decide(&observation(n, 10_000 - u64::from(n), 10_000, 100))).collect();
     assert!(decisions[..3].iter().all(|d| matches!(d, Decision::NextRound { .. })), "{decisions:?}");
     assert!(
         matches!(decisions[3], Decision::GiveUp { reason: GiveUp { limit: Limit::NotShrinking, .. } }),
@@ -253,7 +260,7 @@ fn rounds_that_do_not_shrink_end_it() {
 #[test]
 fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
     let mut policy = TracedStopPolicy::new(policy(1, 100, OnLimit::Abort));
-    let observed = |n| round(n, 1000, 10_000, 100);
+    let observed = |n| observation(n, 1000, 10_000, 100);
     assert!(matches!(policy.decide(&observed(1)), Decision::NextRound { .. }));
     let goals = PreCopyGoals { max_downtime_ns: 10_000_000, max_rounds: 100, ..PreCopyGoals::default() };
     policy.set_goals(goals);
@@ -282,7 +289,10 @@ fn every_policy_can_be_replayed() {
         for (n, dirty) in
             [(0, 90_000), (1, 50_000), (1, 30_000), (2, 9_000), (3, 100_000), (5, 90_000), (6, 10)]
         {
-            traced.decide(&RoundObservation { remaining_pages: dirty / 3, ..round(n, dirty, 100_000, 1000) });
+            traced.decide(&RoundObservation {
+                remaining_pages: dirty / 3,
+                ..observation(n, dirty, 100_000, 1000)
+            });
         }
         let text = serde_json::to_string(traced.trace()).unwrap();
         let read: StopTrace = serde_json::from_str(&text).unwrap();
@@ -296,12 +306,12 @@ fn pages_of_zeros_say_nothing_of_the_link() {
     let mut forecast = forecast::Forecast::default();
     let (all, data) = (1_u64 << 22, 1_u64 << 19);
     let duration_ns = data * 30_518 + (all - data) * 305;
-    let first = RoundObservation { empty_pages: all - data, duration_ns, ..round(1, 32_768, all, 0) };
+    let first = RoundObservation { empty_pages: all - data, duration_ns, ..observation(1, 32_768, all, 0) };
     forecast.learn(&first);
     let expected_ns = forecast.pages_ns(&first);
     assert!((900_000_000..1_200_000_000).contains(&expected_ns), "{expected_ns}");
     // A part with nothing else has no information, and changes nothing.
-    let empty = RoundObservation { empty_pages: all, ..round(1, 32_768, all, 1_000) };
+    let empty = RoundObservation { empty_pages: all, ..observation(1, 32_768, all, 1_000) };
     forecast.learn(&empty);
     assert_eq!(forecast.pages_ns(&empty), expected_ns);
     assert_eq!(forecast::Forecast::default().pages_ns(&empty), u64::MAX);
@@ -313,7 +323,7 @@ fn what_is_seen_of_memory_is_without_what_waits_of_disks() {
         must_precopy_pages: 900,
         remaining_pages: 1_000,
         remaining_must_precopy_pages: 800,
-        ..round(2, 1_500, 10_000, 1_000)
+        ..observation(2, 1_500, 10_000, 1_000)
     };
     assert_eq!(seen.dirty_rate_bytes_per_s(), 500 * PAGE_BYTES);
     assert_eq!(seen.without_must_precopy().dirty_rate_bytes_per_s(), 400 * PAGE_BYTES);
@@ -324,8 +334,8 @@ fn what_is_seen_of_memory_is_without_what_waits_of_disks() {
 fn rounds_make_progress_while_the_disk_throttle_acts() {
     let decided = |must_precopy_pages| {
         let mut policy = policy(1, 1_000, OnLimit::Abort).with_write_throttle();
-        let looks =
-            (1..200).map(|n| RoundObservation { must_precopy_pages, ..round(n, 100_000, 100_000, 1_000) });
+        let looks = (1..200)
+            .map(|n| RoundObservation { must_precopy_pages, ..observation(n, 100_000, 100_000, 1_000) });
         looks.map(|look| policy.decide(&look)).find(|next| matches!(next, Decision::GiveUp { .. }))
     };
     assert_eq!(decided(60_000), None);
@@ -337,7 +347,8 @@ fn rounds_make_progress_while_the_disk_throttle_acts() {
 #[test]
 fn pattern_c_policies_observe_resent_pages() {
     let (goals, ways) = (PreCopyGoals::default(), AvailableStrategies { slow_down: false, post_copy: false });
-    let resent = |n| RoundObservation { resent_pages: 900, remaining_pages: 10, ..round(n, 900, 1000, 100) };
+    let resent =
+        |n| RoundObservation { resent_pages: 900, remaining_pages: 10, ..observation(n, 900, 1000, 100) };
     let policies: [AnyPolicy; 2] = [
         PatternPolicy::new(goals, OnLimit::Abort, free()).into(),
         SlaPolicy::new(goals, ways, OnLimit::Abort, free()).into(),

@@ -3,7 +3,7 @@
 use proto::limits::PAGE_BYTES;
 
 use super::*;
-use crate::pre_copy::tests::{policy, round};
+use crate::pre_copy::tests::{observation, policy};
 
 /// Simulates a guest on a link of 10 pages a millisecond, with `dirty_pages` dirty pages after the first pass. Returns
 /// the number of intervals of 100 ms, and the last decision. `write` returns, for the pages sent in an interval, the
@@ -16,9 +16,9 @@ fn patterns(
     let sampling = Sampling { interval_ns: 100_000_000, ..Sampling::default() };
     let mut policy = policy(10, 30, on_limit).sampling(sampling);
     // Its last part may be of any size.
-    let part = RoundObservation { remaining_pages: 10_000, ..round(0, dirty_pages, 100_000, 10_000) };
+    let part = RoundObservation { remaining_pages: 10_000, ..observation(0, dirty_pages, 100_000, 10_000) };
     assert!(matches!(policy.decide(&part), Decision::NextRound { most_pages: None, .. }));
-    let mut decision = policy.decide(&round(1, dirty_pages, 50, 5));
+    let mut decision = policy.decide(&observation(1, dirty_pages, 50, 5));
     let (mut looks, mut dirty, mut passes, mut gone) = (0, dirty_pages, 1, 0);
     while let Decision::NextRound { most_pages, .. } = decision {
         looks += 1;
@@ -34,7 +34,7 @@ fn patterns(
         decision = policy.decide(&RoundObservation {
             remaining_pages,
             resent_pages,
-            ..round(passes, dirty, sent, sent.div_ceil(10))
+            ..observation(passes, dirty, sent, sent.div_ceil(10))
         });
     }
     (looks, decision)
@@ -116,14 +116,15 @@ fn on_a_long_link_intervals_are_longer() {
     const WAY_MS: u64 = 80;
     let mut policy = policy(1, 30, OnLimit::Abort);
     // 10 Gb/s: 305 pages a millisecond.
-    let first = RoundObservation { bytes_sent: 12_500_000_000, ..round(1, 10_000_000, 3_050_000, 10_000) };
+    let first =
+        RoundObservation { bytes_sent: 12_500_000_000, ..observation(1, 10_000_000, 3_050_000, 10_000) };
     let (mut decision, mut sent) = (policy.decide(&first), 0);
     for _ in 0..12 {
         let Decision::NextRound { most_pages, .. } = decision else { panic!("{decision:?}") };
         sent = most_pages.unwrap();
         let left = RoundObservation {
             remaining_pages: 9_000_000,
-            ..round(1, 10_000_000, sent, WAY_MS + sent / 305)
+            ..observation(1, 10_000_000, sent, WAY_MS + sent / 305)
         };
         decision = policy.decide(&left);
     }
@@ -137,7 +138,7 @@ fn the_interval_follows_the_link() {
     let most_pages = |megabytes_per_s: u64| {
         let mut policy = policy(1, 30, OnLimit::Abort);
         let bytes_sent = megabytes_per_s * 10_000_000;
-        let observed = RoundObservation { bytes_sent, ..round(1, 10_000_000, 1_000_000, 10_000) };
+        let observed = RoundObservation { bytes_sent, ..observation(1, 10_000_000, 1_000_000, 10_000) };
         match policy.decide(&observed) {
             Decision::NextRound { most_pages, .. } => most_pages.unwrap_or(u64::MAX) * PAGE_BYTES / 1_000_000,
             decision => panic!("{decision:?}"),

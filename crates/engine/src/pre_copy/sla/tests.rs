@@ -136,7 +136,7 @@ fn one_sample_of_fast_writes_does_not_throttle() {
     let mut policy = sla(50, 60_000, ALL, OnLimit::Abort);
     let look = |round, dirty_pages, elapsed_ms| RoundObservation {
         elapsed_ns: elapsed_ms * MS,
-        ..super::super::tests::round(round, dirty_pages, 100_000, 1_000)
+        ..super::super::tests::observation(round, dirty_pages, 100_000, 1_000)
     };
     let slow = |decision| matches!(decision, Decision::NextRound { slow: true, .. });
     assert!(!slow(policy.decide(&look(1, 150_000, 1_000))));
@@ -163,7 +163,7 @@ fn nothing_is_expected_of_rounds_before_one_was_seen() {
     let first = RoundObservation {
         remaining_pages: 99_990,
         elapsed_ns: 1_000 * MS,
-        ..super::super::tests::round(1, 100_000, 100_000, 1_000)
+        ..super::super::tests::observation(1, 100_000, 100_000, 1_000)
     };
     let mut policy = sla(50, 60_000, ALL, OnLimit::Abort);
     assert!(matches!(policy.decide(&first), Decision::NextRound { slow: false, .. }));
@@ -190,7 +190,7 @@ fn disks_that_become_no_less_leave_the_other_ways() {
     let look = |number: u32, must_precopy_pages, dirty_pages, elapsed_ms: u64| RoundObservation {
         must_precopy_pages,
         elapsed_ns: elapsed_ms * MS,
-        ..super::super::tests::round(number, dirty_pages, 100_000, 1_000)
+        ..super::super::tests::observation(number, dirty_pages, 100_000, 1_000)
     };
     let ways = AvailableStrategies { slow_down: false, post_copy: true };
     let ahead = |on_limit| {
@@ -243,7 +243,7 @@ fn pages_of_disks_do_not_come_after_the_guest() {
         let observed = RoundObservation {
             must_precopy_pages,
             elapsed_ns: u64::from(number) * 1_000 * MS,
-            ..super::super::tests::round(number, 1_000_000, 100_000, 1_000)
+            ..super::super::tests::observation(number, 1_000_000, 100_000, 1_000)
         };
         let decision = policy.decide(&observed);
         assert_eq!(matches!(decision, Decision::PostCopy { .. }), comes_after, "{number}: {decision:?}");

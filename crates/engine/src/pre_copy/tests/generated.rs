@@ -124,13 +124,13 @@ proptest! {
         let traced =
             run(SlaPolicy::new(goals, AvailableStrategies { slow_down, post_copy }, on_limit, FixedCost::default()), &seen);
         let decisions = decisions(&traced);
-        for (round, (observed, decision)) in seen.iter().zip(&decisions).enumerate() {
+        for (index, (observed, decision)) in seen.iter().zip(&decisions).enumerate() {
             let goes_on = matches!(decision, Decision::NextRound { .. });
             let is_late = matches!(decision, Decision::GiveUp { .. }) && observed.elapsed_ns > max_total_ns;
-            prop_assert!(goes_on || round > 0 || is_late, "{decision:?} before all of memory went");
+            prop_assert!(goes_on || index > 0 || is_late, "{decision:?} before all of memory went");
             // Remaining pages of disks are sent before post-copy starts.
             let is_of_disks = matches!(decision, Decision::NextRound { must_precopy_only: true, .. });
-            let is_late = round > 0 && !is_of_disks && observed.elapsed_ns > max_total_ns;
+            let is_late = index > 0 && !is_of_disks && observed.elapsed_ns > max_total_ns;
             prop_assert!(!goes_on || !is_late, "{observed:?}");
             let slows = matches!(decision, Decision::NextRound { slow: true, .. });
             let posts = matches!(decision, Decision::PostCopy { .. });
@@ -169,7 +169,7 @@ proptest! {
         for n in 1..=60 {
             let duration_ns = (left * 1_000_000).div_ceil(pages_per_ms).max(1);
             let dirty = left * percent_dirty / 100;
-            let observed = RoundObservation { duration_ns, ..round(n, dirty, left, 0) };
+            let observed = RoundObservation { duration_ns, ..observation(n, dirty, left, 0) };
             match policy.decide(&observed) {
                 Decision::NextRound { .. } => left = dirty,
                 Decision::StopAndCopy { expected_downtime_ns, .. } => {

@@ -117,7 +117,7 @@ impl Message {
             Self::Propose(proposal) => proposal.validate(),
             Self::QueryTemplates { names } => {
                 at_most("queried pages", names.len(), limits::QUERIED_PAGES)?;
-                names.iter().try_for_each(|name| hex("a page's name", name, NAME_DIGITS))
+                names.iter().try_for_each(|digits| hex("a page's name", digits, NAME_DIGITS))
             }
             Self::TemplatePages { runs, .. } => {
                 let digits: usize = runs.iter().map(|run| run.names.len()).sum();
@@ -241,11 +241,11 @@ impl Proposal {
         if !(1..=limits::RAM_BLOCKS).contains(&self.ram.len()) {
             return Err(Invalid::RamBlocks(self.ram.len()));
         }
-        let mut names = BTreeSet::new();
+        let mut seen = BTreeSet::new();
         let mut ram_bytes = 0_u64;
         for block in &self.ram {
             block.validate()?;
-            if !names.insert(&block.name) {
+            if !seen.insert(&block.name) {
                 return Err(Invalid::DuplicateRamBlock(block.name.clone()));
             }
             ram_bytes = ram_bytes.saturating_add(block.bytes);
@@ -254,10 +254,10 @@ impl Proposal {
             return Err(Invalid::RamBytes);
         }
         at_most("disks", self.disks.len(), limits::DISKS)?;
-        let mut names = BTreeSet::new();
+        let mut seen = BTreeSet::new();
         for disk in &self.disks {
             disk.validate()?;
-            if !names.insert(&disk.name) {
+            if !seen.insert(&disk.name) {
                 return Err(Invalid::DuplicateDisk(disk.name.clone()));
             }
         }

@@ -368,13 +368,13 @@ mod tests {
     #[test]
     fn without_a_second_thread_both_run_one_after_the_other() {
         let test = "source::phases::switchover::tests::alone";
-        let alone = Command::new(std::env::current_exe().unwrap())
+        let output = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "--ignored", "--nocapture", "--test-threads=1", test])
             // No address space has room for such a stack.
             .env("RUST_MIN_STACK", (1_u64 << 60).to_string())
             .output()
             .unwrap();
-        assert!(String::from_utf8_lossy(&alone.stdout).contains("done alone"), "{alone:?}");
-        assert!(alone.status.success(), "{alone:?}");
+        assert!(String::from_utf8_lossy(&output.stdout).contains("done alone"), "{output:?}");
+        assert!(output.status.success(), "{output:?}");
     }
 }

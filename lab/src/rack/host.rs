@@ -205,6 +205,11 @@ impl RackHost {
         self.qemu.as_mut().is_some_and(Daemon::is_running)
     }
 
+    /// Returns true if its QEMU has ended by itself: the emulated machine was reset.
+    pub(super) fn has_ended(&mut self) -> bool {
+        self.qemu.as_mut().is_some_and(|qemu| !qemu.is_running())
+    }
+
     /// Turns its power on: it boots from its disk. Returns once commands can be run.
     pub fn boot(&mut self) -> Result<()> {
         let console = self.directory.join("console.log");

@@ -183,7 +183,8 @@ impl Start<'_> {
         if self.from != Begin::Boot {
             add("-incoming", "defer".to_owned());
         }
-        line.extend(["-nodefaults", "-no-user-config"].map(str::to_owned));
+        // A machine that is reset would boot anew, and whoever uses it would find it empty: its end is noticed.
+        line.extend(["-no-reboot", "-nodefaults", "-no-user-config"].map(str::to_owned));
         line
     }
 

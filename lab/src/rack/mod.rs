@@ -161,6 +161,12 @@ impl Rack {
     /// Leaves logs and states of the hosts in a directory, and returns it. An earlier one of the same test is removed.
     fn preserve(&mut self) -> std::io::Result<PathBuf> {
         for host in &mut self.hosts {
+            if host.has_ended() {
+                eprintln!(
+                    "the machine of {} was reset, which is a fault of the emulation: run the test again",
+                    host.name()
+                );
+            }
             host.preserve();
         }
         let test = thread::current().name().unwrap_or("main").replace("::", "-");

@@ -89,6 +89,7 @@ pub fn kernel_features() -> io::Result<KernelFeatures> {
         has_v6: forwarding.is_some(),
         forwards_v6_by_device: setting("net/ipv6/conf/all/force_forwarding").is_some(),
         v6_forwarding: forwarding.unwrap_or_default(),
+        send_redirects: setting("net/ipv4/conf/all/send_redirects").unwrap_or_else(|| "1".to_owned()),
         advertised_devices,
         has_egress: kernel::has_egress()?,
     })

@@ -29,6 +29,8 @@ pub struct KernelFeatures {
     pub forwards_v6_by_device: bool,
     /// Value of `net.ipv6.conf.all.forwarding`, before any redirection.
     pub v6_forwarding: String,
+    /// Value of `net.ipv4.conf.all.send_redirects`, before any redirection.
+    pub send_redirects: String,
     /// Devices that learn routes from router advertisements as long as the host forwards nothing.
     pub advertised_devices: Vec<String>,
     /// True if rules can be applied to frames that the host sends (Linux 5.16).
@@ -185,15 +187,11 @@ impl Planner<'_> {
         if !is_needed || kernel_features.forwards_v6_by_device {
             return;
         }
-        let setting = |path: String, value: &str, before: &str| {
-            let (value, before) = (value.to_owned(), Some(before.to_owned()));
-            KernelObject::Sysctl(Sysctl { path, value, before })
-        };
         for device in &kernel_features.advertised_devices {
-            self.plan.switched.push(setting(format!("net/ipv6/conf/{device}/accept_ra"), "2", "1"));
+            self.plan.switched.push(shared_sysctl(format!("net/ipv6/conf/{device}/accept_ra"), "2", "1"));
         }
         let path = "net/ipv6/conf/all/forwarding".to_owned();
-        self.plan.switched.push(setting(path, "1", &kernel_features.v6_forwarding));
+        self.plan.switched.push(shared_sysctl(path, "1", &kernel_features.v6_forwarding));
     }
 
     fn device(&mut self, name: String, mac: Option<Mac>, mtu: u32, kind: DeviceKind) {
@@ -234,6 +232,11 @@ impl Planner<'_> {
         let (own_mac, other_mac) = if is_old { (old_mac, new_mac) } else { (new_mac, old_mac) };
         let has_frames = tunnel.kind == TunnelKind::Vxlan;
         let kind = tunnel_kind(tunnel, names, is_old)?;
+        // The kernel clears it for the whole host when such a device comes up, and does not set it again.
+        if tunnel.kind == TunnelKind::WireGuard {
+            let path = "net/ipv4/conf/all/send_redirects".to_owned();
+            self.plan.prepared.push(shared_sysctl(path, "0", &self.kernel_features.send_redirects));
+        }
         self.device(name.clone(), has_frames.then_some(own_mac), tunnel.mtu, kind);
         // A packet's mark counts when the way back to its sender is compared.
         let v4 = [("forwarding", "1"), ("src_valid_mark", "1"), ("rp_filter", "0")];
@@ -408,6 +411,12 @@ impl Planner<'_> {
 
 fn veth(peer: &str, names: KernelNames) -> DeviceKind {
     DeviceKind::Veth { peer: peer.to_owned(), peer_mac: names.port_mac() }
+}
+
+/// Returns a sysctl that is not of a device of our own, with the value that is restored.
+fn shared_sysctl(path: String, value: &str, before: &str) -> KernelObject {
+    let (value, before) = (value.to_owned(), Some(before.to_owned()));
+    KernelObject::Sysctl(Sysctl { path, value, before })
 }
 
 /// Returns what the kernel needs to know of one end of a tunnel.

@@ -10,6 +10,7 @@ fn able() -> KernelFeatures {
         has_v6: true,
         forwards_v6_by_device: true,
         v6_forwarding: "0".to_owned(),
+        send_redirects: "1".to_owned(),
         advertised_devices: vec!["eth0".to_owned()],
         has_egress: true,
     }
@@ -211,20 +212,39 @@ fn a_host_that_routes_has_no_proxy_device() {
 fn older_kernels_forward_as_a_whole_and_are_restored() {
     let kernel_features = KernelFeatures { forwards_v6_by_device: false, ..able() };
     let plan = plan(&first(), "host1", &kernel_features).unwrap();
-    let global: Vec<_> = plan
-        .objects()
-        .filter_map(|object| match object {
-            KernelObject::Sysctl(Sysctl { path, value, before: Some(before) }) => {
-                Some((path.as_str(), value.as_str(), before.as_str()))
-            }
-            _ => None,
-        })
-        .collect();
     // Routes that were learnt from advertisements would be forgotten otherwise.
     assert_eq!(
-        global,
+        shared_sysctls(&plan),
         [("net/ipv6/conf/eth0/accept_ra", "2", "1"), ("net/ipv6/conf/all/forwarding", "1", "0")]
     );
+}
+
+fn shared_sysctls(plan: &HostPlan) -> Vec<(&str, &str, &str)> {
+    let shared = |object| match object {
+        &KernelObject::Sysctl(Sysctl { ref path, ref value, before: Some(ref before) }) => {
+            Some((path.as_str(), value.as_str(), before.as_str()))
+        }
+        _ => None,
+    };
+    plan.objects().filter_map(shared).collect()
+}
+
+#[test]
+fn what_wireguard_changes_for_the_host_is_restored() {
+    assert_eq!(shared_sysctls(&plan_of(&first(), "host1")), []);
+    let mut redirection = first();
+    let tunnel = &mut redirection.legs[0].tunnel;
+    (tunnel.kind, tunnel.keys) = (TunnelKind::WireGuard, Some([[1; 32], [2; 32]]));
+    let tunnel = KernelNames(redirection.legs[0].number).tunnel();
+    for host in ["host1", "host2"] {
+        let plan = plan_of(&redirection, host);
+        assert_eq!(shared_sysctls(&plan), [("net/ipv4/conf/all/send_redirects", "0", "1")], "{host}");
+        let is_tunnel =
+            |object: &KernelObject| matches!(object, KernelObject::Device(device) if device.name == tunnel);
+        let device = plan.objects().position(is_tunnel).unwrap();
+        // Removed in the opposite order: the device would clear it again.
+        assert!(plan.objects().position(KernelObject::is_shared_sysctl) < Some(device));
+    }
 }
 
 #[test]

@@ -101,7 +101,9 @@ fn answers_to_held_datagrams_return_by_the_tunnel() {
     let before = network.state();
     let redirection = first_move(&network, NewAddressMode::Nat);
     let flows = BOTH.map(|family| network.datagrams(family));
-    flows.each_ref().map(network::Datagrams::exchange);
+    for flow in &flows {
+        flow.exchange();
+    }
     let mut records = network.prepare(&redirection);
     network.move_guest(NEW);
     for flow in &flows {
@@ -353,7 +355,9 @@ fn all_addresses_of_all_cards_are_redirected() {
     let mut old: Vec<_> = cards::addresses(OLD).into_iter().map(|old| network.connect_by(old)).collect();
     let mut records = redirections.each_ref().map(|redirection| network.prepare(redirection));
     network.move_guest(NEW);
-    records.iter_mut().for_each(|records| network.switch(records));
+    for records in &mut records {
+        network.switch(records);
+    }
     old.iter_mut().for_each(Ends::exchange);
     for address in [OLD, NEW].into_iter().flat_map(cards::addresses) {
         network.connect_by(address).exchange();

@@ -105,6 +105,7 @@ mod tests {
         RedirectedCard { interface, mac: mac(number), wanted: Vec::new(), former: None }
     }
 
+    #[expect(clippy::unnecessary_wraps, reason = "a host may not be able to answer")]
     fn seen(mac: Mac) -> Result<BTreeSet<IpAddr>, String> {
         let address = |text: &str| BTreeSet::from([text.parse().unwrap()]);
         Ok(match mac.0[5] {

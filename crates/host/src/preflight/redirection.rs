@@ -146,13 +146,12 @@ fn try_offer(
         let is_trusted = context.config.redirection.trusted_path;
         let end = OfferedEnd { number, old_endpoint: own, new_endpoint: other, is_trusted, key: None, facts };
         let pairs = wanted.iter().map(|address| AddressPair { guest: address.old, public: address.old });
-        let place = match &former {
-            Some(former) => former.place.clone(),
-            None => {
-                let lan = host_facts::lan(&interface, mac).map_err(io)?;
-                let attachment = Attachment { lan, mac, pairs: pairs.collect() };
-                GuestPlace { host: context.config.host.to_string(), interface, number, attachment }
-            }
+        let place = if let Some(former) = &former {
+            former.place.clone()
+        } else {
+            let lan = host_facts::lan(&interface, mac).map_err(io)?;
+            let attachment = Attachment { lan, mac, pairs: pairs.collect() };
+            GuestPlace { host: context.config.host.to_string(), interface, number, attachment }
         };
         let wanted = wanted.iter().map(|address| WantedAddress {
             pair: AddressPair { guest: address.old, public: address.new },

@@ -6,10 +6,11 @@
 
 use std::collections::BTreeSet;
 
-use host::redirections::AgreedRedirection;
+use host::redirections::AgreedRedirections;
 use net::conntrack::ConntrackEntry;
 use net::conntrack_sync::EntryChange;
 use net::ethernet::Frame;
+use net::redirection::next_move;
 use net::{ConntrackInstaller, HeldFrame};
 use tracing::warn;
 
@@ -20,22 +21,28 @@ const MOST_FLOWS: usize = 4096;
 #[derive(Clone, Debug)]
 pub(super) struct HeldFlows {
     installer: ConntrackInstaller,
-    agreed: AgreedRedirection,
+    agreed: AgreedRedirections,
     known: BTreeSet<Vec<u8>>,
 }
 
 impl HeldFlows {
-    pub(super) fn new(installer: ConntrackInstaller, agreed: AgreedRedirection) -> Self {
+    pub(super) fn new(installer: ConntrackInstaller, agreed: AgreedRedirections) -> Self {
         Self { installer, agreed, known: BTreeSet::new() }
     }
 
     /// Installs the flows of frames that the guest is about to get, so that its answers return by the tunnel. Does nothing
     /// unless the source is the guest's home: any other host tracks all flows, and has sent their entries.
     pub(super) fn install(&mut self, frames: &[HeldFrame]) {
-        let Some(home) = self.agreed.get().and_then(|redirection| redirection.home()) else { return };
+        let agreed = self.agreed.get().map(Vec::as_slice).unwrap_or_default();
+        if agreed.iter().all(|redirection| redirection.home().is_none()) {
+            return;
+        }
         let entry = |held: &HeldFrame| {
             let frame = Frame::parse(&held.frame, None).filter(|frame| frame.vlan.is_none())?;
-            Some(ConntrackEntry::of_datagram(&frame)?.with_mark(home.mark))
+            let entry = ConntrackEntry::of_datagram(&frame)?;
+            let redirection = next_move::of_entry(&entry, agreed, |redirection| redirection)?;
+            let home = redirection.home()?;
+            Some(entry.with_mark(home.mark))
         };
         let is_new = |entry: &ConntrackEntry| self.known.len() < MOST_FLOWS && self.known.insert(entry.key());
         let new: Vec<_> = frames.iter().filter_map(entry).filter(is_new).map(EntryChange::Install).collect();

@@ -1,5 +1,8 @@
 //! The agreement of both hosts about a migration.
 
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
 use engine::handover::MigrationTerms;
 use net::conntrack::ConntrackEntry;
 use net::redirection::offer::MigrationRef;
@@ -86,6 +89,17 @@ impl RedirectedGuest {
     /// Returns its redirections.
     pub(super) fn redirections(&self) -> Vec<Redirection> {
         self.cards.iter().map(|card| card.redirection.clone()).collect()
+    }
+
+    /// Returns true if this host may only bridge packets of a card, and so have no conntrack entries of its flows: it has not
+    /// redirected them.
+    pub(super) fn is_untracked(&self) -> bool {
+        self.cards.iter().any(|card| card.offer.former.is_none())
+    }
+
+    /// Returns the guest's addresses whose connections are redirected.
+    pub(super) fn addresses(&self) -> BTreeSet<IpAddr> {
+        self.cards.iter().flat_map(|card| card.redirection.guest_addresses()).collect()
     }
 
     /// Returns a conntrack entry as the destination needs it; none if the connection cannot go on.

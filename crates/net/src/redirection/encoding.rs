@@ -171,13 +171,7 @@ fn encode(
             load_bytes(requests, abi::NETWORK, 14, 4);
             compare(requests, abi::EQUAL, &address.octets());
         }
-        RuleExpression::NotArpFor(range) => {
-            let IpAddr::V4(first) = range.first().address else { return Ok(()) };
-            let mask = u32::MAX.checked_shl(32 - u32::from(range.length)).unwrap_or(0);
-            load_bytes(requests, abi::NETWORK, 24, 4);
-            bits(requests, &mask.to_be_bytes(), &[0; 4]);
-            compare(requests, abi::NOT_EQUAL, &first.octets());
-        }
+        RuleExpression::NotArpFor(range) => not_arp_for(requests, *range),
         RuleExpression::Mark(mark) => {
             load(requests, "meta", abi::META_MARK);
             compare(requests, abi::EQUAL, &mark.to_ne_bytes());
@@ -215,6 +209,15 @@ fn encode(
         RuleExpression::Drop => verdict(requests, abi::DROP),
     }
     Ok(())
+}
+
+/// Compares the address that an ARP frame asks for with a range of IPv4.
+fn not_arp_for(requests: &mut Requests, range: Prefix) {
+    let IpAddr::V4(first) = range.first().address else { return };
+    let mask = u32::MAX.checked_shl(32 - u32::from(range.length)).unwrap_or(0);
+    load_bytes(requests, abi::NETWORK, 24, 4);
+    bits(requests, &mask.to_be_bytes(), &[0; 4]);
+    compare(requests, abi::NOT_EQUAL, &first.octets());
 }
 
 /// Loads a value that the kernel knows of a packet or of its connection.

@@ -24,7 +24,7 @@ use super::{
     LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };
 use crate::destination::held_flows::HeldFlows;
-use host::redirections::AgreedRedirection;
+use host::redirections::AgreedRedirections;
 use host::verification::CompareError;
 use host::{ArrivalArtifacts, ArrivalError, ArrivingVm, network_cards};
 
@@ -40,7 +40,7 @@ pub(super) struct ArrivingNetwork {
     /// True if the guest comes from another network: nothing announces it in this one by addresses of that.
     is_redirected: bool,
     /// Redirection of its connections then.
-    redirection: AgreedRedirection,
+    redirection: AgreedRedirections,
 }
 
 /// Name of the file in the VM's directory that lists conntrack entries while they may have to be removed.
@@ -54,7 +54,7 @@ impl ArrivingNetwork {
             cards: ArrivingCards::default(),
             conntrack: None,
             is_redirected: false,
-            redirection: AgreedRedirection::default(),
+            redirection: AgreedRedirections::default(),
         }
     }
 
@@ -72,7 +72,7 @@ impl ArrivingParticipant for ArrivingNetwork {
 
     fn check(&mut self, proposal: &Proposal, plan: &ArrivalPlan) -> Result<(), ArrivalError> {
         self.is_redirected = proposal.redirection.is_some();
-        self.redirection = AgreedRedirection::clone(&plan.redirection);
+        self.redirection = AgreedRedirections::clone(&plan.redirection);
         Ok(())
     }
 

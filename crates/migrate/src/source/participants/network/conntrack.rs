@@ -82,7 +82,7 @@ impl ConntrackCopier {
         let netfilter = Socket::netfilter().map_err(chain)?;
         conntrack::check(&netfilter).map_err(chain)?;
         let named = || interfaces.iter().map(|(interface, mac)| (interface.as_str(), *mac));
-        let is_untracked = redirected.as_ref().is_some_and(|guest| guest.offer.former.is_none());
+        let is_untracked = redirected.as_ref().is_some_and(RedirectedGuest::is_untracked);
         let datagrams = is_untracked.then(|| DatagramSampler::start(named())).transpose();
         let source = ConntrackSource {
             environment: environment.clone(),
@@ -273,7 +273,7 @@ impl ConntrackSource {
     /// not tracked here.
     fn carried(&mut self, listed: Vec<ConntrackEntry>) -> std::io::Result<Vec<ConntrackEntry>> {
         let Some(guest) = &self.redirected else { return Ok(listed) };
-        let addresses = guest.redirection.guest_addresses();
+        let addresses = guest.addresses();
         let mut entries = BTreeMap::new();
         if let Some(datagrams) = &mut self.datagrams {
             let of_guest = datagrams.look(Instant::now())?.filter(|entry| entry.is_of(&addresses));

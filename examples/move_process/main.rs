@@ -143,7 +143,7 @@ fn connect(source: &Toy, destination: &Toy) -> Result<(Sender, Receiver)> {
 /// Sends rounds until the policy decides to stop the process. Returns the pages that are dirty then.
 fn send_while_running(sender: Sender, log: &mut TrackedRam, bytes: u64) -> Result<(Sender, ClearedPages)> {
     // Stop when the dirty pages need less than this time and another round would not help, or after so many rounds.
-    let goals = PreCopyGoals { max_downtime_ns: 1_000_000, max_rounds: 20, ..PreCopyGoals::default() };
+    let goals = PreCopyGoals { max_downtime_ns: 1_000_000, max_passes: 20, ..PreCopyGoals::default() };
     // A VM's stop takes time even when no page remains: its devices are saved and loaded. A toy has none.
     let fixed = FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0, continue_ns: 0 };
     let mut policy = PatternPolicy::new(goals, OnLimit::Stop, fixed);
@@ -169,7 +169,7 @@ fn send_while_running(sender: Sender, log: &mut TrackedRam, bytes: u64) -> Resul
 /// begins at once.
 fn observe(stats: &RoundStats, dirty: &ClearedPages) -> RoundObservation {
     RoundObservation {
-        round: stats.round,
+        pass: stats.round,
         dirty_pages: dirty.pages(),
         full_pages: dirty.pages(),
         pages_sent: stats.contents.pages(),

@@ -123,7 +123,7 @@ pub(crate) enum Command {
         max_downtime: Option<u64>,
         /// Most rounds of pre-copy
         #[arg(long, value_name = "N", group = "limits")]
-        max_rounds: Option<u32>,
+        max_passes: Option<u32>,
         /// With `--policy sla`: longest total time, in seconds from the start of the migration; 0 for no limit
         #[arg(long, value_name = "SECONDS", group = "limits")]
         max_total: Option<u64>,
@@ -322,7 +322,7 @@ pub(crate) struct MigrateCommand {
     pub disk: Vec<(String, DisksArg)>,
     /// Copy disks without the internal snapshots of their images, which stay in the images at the source
     #[arg(long)]
-    pub leave_snapshots: bool,
+    pub without_snapshots: bool,
     /// For a VM that moves to another network: an address of the VM, and the one by which it is reached there; may be
     /// repeated. The VM's networks are not compared then
     #[arg(long = "new-address", value_name = "OLD=NEW[/PREFIX]")]
@@ -351,7 +351,7 @@ pub(crate) struct RecoverCommand {
     pub run_here: bool,
     /// Give up this host's copy: the other host has the VM, or no host shall run it
     #[arg(long, group = "decision")]
-    pub give_up: bool,
+    pub discard_copy: bool,
     /// Claim the VM in the ownership registry even if the other host has won there: that host never ran the VM
     #[arg(long, requires = "run_here", conflicts_with = "give_up")]
     pub overrule_registry: bool,

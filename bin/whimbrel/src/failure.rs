@@ -128,7 +128,7 @@ impl Failure {
         match self {
             Self::Client(ClientError::Problem(problem)) => match problem.kind {
                 ProblemKind::BadRequest | ProblemKind::NotFound => Code::Usage,
-                ProblemKind::Gone => Code::Ended,
+                ProblemKind::Gone => Code::VmEnded,
                 ProblemKind::Conflict
                 | ProblemKind::Refused
                 | ProblemKind::Unavailable

@@ -70,7 +70,7 @@ enum Code {
     /// In doubt.
     InDoubt,
     /// The VM ended before it was migrated.
-    Ended,
+    VmEnded,
     /// Ctrl-C.
     Interrupted,
 }
@@ -82,7 +82,7 @@ impl From<Code> for ExitCode {
             Code::Failed => 1,
             Code::Usage => 2,
             Code::InDoubt => 3,
-            Code::Ended => 4,
+            Code::VmEnded => 4,
             Code::Interrupted => 130,
         })
     }
@@ -108,11 +108,11 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
         Command::Watch { vm } => migration::watch(&client()?, &vm, &cli.socket, output),
         Command::Migrations => migration::list(&client()?, output),
         Command::Cancel { vm } => migration::cancel(&client()?, &vm, output),
-        Command::Limit { vm, bandwidth, max_downtime, max_rounds, max_total } => {
+        Command::Limit { vm, bandwidth, max_downtime, max_passes, max_total } => {
             let limits = Limits {
                 bandwidth_bytes_per_s: bandwidth.map(|Rate(rate)| rate),
                 max_downtime_ms: max_downtime,
-                max_rounds,
+                max_passes,
                 max_total_ms: max_total.map(|seconds| seconds.saturating_mul(1000)),
             };
             migration::limit(&client()?, &vm, &limits, output)

@@ -26,7 +26,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         allow_options: command.allow_options,
         disks: command.disks.into(),
         disk: command.disk.into_iter().map(|(name, mode)| (name, mode.into())).collect(),
-        leave_snapshots: command.leave_snapshots,
+        drop_snapshots: command.without_snapshots,
         new_addresses: command.new_addresses,
     }
 }
@@ -108,7 +108,7 @@ fn code(standing: Standing) -> Code {
     match standing {
         Standing::Done | Standing::Underway => Code::Done,
         Standing::Failed => Code::Failed,
-        Standing::Ended => Code::Ended,
+        Standing::VmEnded => Code::VmEnded,
         Standing::InDoubt => Code::InDoubt,
     }
 }
@@ -120,7 +120,7 @@ fn row(status: &MigrationStatus) -> [String; 6] {
         Standing::Underway => "under way",
         Standing::Done => "done",
         Standing::Failed => "failed",
-        Standing::Ended => "ended",
+        Standing::VmEnded => "ended",
         Standing::InDoubt => "in doubt",
     };
     let remark = [&status.message, &status.advice].into_iter().flatten().cloned().collect::<Vec<_>>();
@@ -179,8 +179,8 @@ pub(crate) fn limit(client: &Client, vm: &VmName, limits: &Limits, output: &Outp
         if let Some(ms) = limits.max_downtime_ms {
             text.line(format_args!("max downtime  {ms} ms"));
         }
-        if let Some(rounds) = limits.max_rounds {
-            text.line(format_args!("max rounds    {rounds}"));
+        if let Some(passes) = limits.max_passes {
+            text.line(format_args!("max rounds    {passes}"));
         }
         if let Some(ms) = limits.max_total_ms {
             text.line(format_args!("max total     {} s", ms / 1000));

@@ -10,9 +10,9 @@ use crate::output::{Output, Text};
 
 /// Requests a settlement, describes a decision, or carries it out.
 pub(crate) fn recover(client: &Client, command: &RecoverCommand, output: &Output) -> Result<Code, Failure> {
-    let action = match (command.run_here, command.give_up) {
+    let action = match (command.run_here, command.discard_copy) {
         (true, _) => RecoverAction::RunHere,
-        (_, true) => RecoverAction::GiveUpHere,
+        (_, true) => RecoverAction::DiscardCopy,
         _ => RecoverAction::Ask,
     };
     let which = command.epoch.map_or(MigrationSelector::Latest, MigrationSelector::Epoch);
@@ -27,7 +27,7 @@ pub(crate) fn recover(client: &Client, command: &RecoverCommand, output: &Output
     // A decision that was not carried out, or has not settled the migration, is not done.
     let open = match action {
         RecoverAction::Ask => report.status.standing == Standing::InDoubt,
-        RecoverAction::RunHere | RecoverAction::GiveUpHere => !report.done,
+        RecoverAction::RunHere | RecoverAction::DiscardCopy => !report.done,
     };
     Ok(if open { Code::InDoubt } else { Code::Done })
 }
@@ -45,7 +45,7 @@ fn text(report: &RecoverReport, command: &RecoverCommand) -> String {
         }
     }
     let vm = &command.vm;
-    let decides = command.run_here || command.give_up;
+    let decides = command.run_here || command.discard_copy;
     if report.done || (!decides && status.standing != Standing::InDoubt) {
         return text.finish();
     }

@@ -27,7 +27,7 @@ fn assert_compressed(report: &Value) {
 }
 
 #[test]
-fn what_was_wished_for_is_done() {
+fn requested_compression_is_used() {
     let cluster = Cluster::new();
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", load()));
     let hosts = ["a", "b"];

@@ -32,7 +32,7 @@ fn assert_deltas_sent(report: &Value) {
 }
 
 #[test]
-fn what_was_wished_for_is_done() {
+fn requested_deltas_are_used() {
     let cluster = Cluster::new();
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", load(64)));
     // Slow enough that the guest has written to some pages when the first round ends.

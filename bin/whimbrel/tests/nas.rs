@@ -20,7 +20,7 @@ fn spec(name: &str, nas: Nas) -> GuestSpec {
 }
 
 /// Migrates there and back in the midst of its work, twice; each time a run that had begun before verifies afterwards.
-fn verifies_where_it_has_moved(kernel: &str) {
+fn verifies_after_a_move(kernel: &str) {
     let cluster = Cluster::new();
     let guest = cluster.guest(&spec("vm1", Nas::forever(kernel, "S")));
     guest.serial().wait_for_nas().unwrap();
@@ -36,28 +36,28 @@ fn verifies_where_it_has_moved(kernel: &str) {
 }
 
 #[test]
-fn cg_verifies_where_it_has_moved() {
-    verifies_where_it_has_moved("CG");
+fn kernel_cg_verifies_after_a_move() {
+    verifies_after_a_move("CG");
 }
 
 #[test]
-fn ep_verifies_where_it_has_moved() {
-    verifies_where_it_has_moved("EP");
+fn kernel_ep_verifies_after_a_move() {
+    verifies_after_a_move("EP");
 }
 
 #[test]
-fn ft_verifies_where_it_has_moved() {
-    verifies_where_it_has_moved("FT");
+fn kernel_ft_verifies_after_a_move() {
+    verifies_after_a_move("FT");
 }
 
 #[test]
-fn is_verifies_where_it_has_moved() {
-    verifies_where_it_has_moved("IS");
+fn kernel_is_verifies_after_a_move() {
+    verifies_after_a_move("IS");
 }
 
 #[test]
-fn mg_verifies_where_it_has_moved() {
-    verifies_where_it_has_moved("MG");
+fn kernel_mg_verifies_after_a_move() {
+    verifies_after_a_move("MG");
 }
 
 /// Two guests share a kernel's work over one connection, which neither reopens. One of them is migrated to the other

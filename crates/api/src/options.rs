@@ -84,7 +84,7 @@ options! {
 
     /// Maximum number of rounds of pre-copy (30)
     #[arg(long, value_name = "N")]
-    max_rounds: u32 = 30;
+    max_passes: u32 = 30;
 
     /// With the policy `hybrid`: number of passes over the dirty pages before post-copy begins (1)
     #[arg(long, value_name = "N")]
@@ -218,7 +218,7 @@ impl MigrationSettings {
             let advice = format!("choose 1 or more milliseconds; the default is {default}");
             return invalid("max_downtime_ms", "a downtime of 0 is not possible".to_owned(), advice);
         }
-        if self.max_rounds == 0 {
+        if self.max_passes == 0 {
             let what = "0 rounds are not possible: the first one sends all memory".to_owned();
             return invalid("max_rounds", what, "choose 1 or more".to_owned());
         }
@@ -227,7 +227,7 @@ impl MigrationSettings {
 
     /// Checks the number of passes before post-copy.
     fn check_passes(&self) -> Result<(), InvalidOption> {
-        let (passes, most) = (self.hybrid_passes, self.max_rounds);
+        let (passes, most) = (self.hybrid_passes, self.max_passes);
         if passes == 0 {
             let what = "0 passes are not possible: all of memory is sent once before post-copy";
             return Err(InvalidOption::new("hybrid_passes", what, "choose 1 or more"));
@@ -306,7 +306,7 @@ mod tests {
             (MigrationSettings { streams: 0, ..default.clone() }, "streams"),
             (MigrationSettings { streams: STREAMS + 1, ..default.clone() }, "streams"),
             (MigrationSettings { max_downtime_ms: 0, ..default.clone() }, "max_downtime_ms"),
-            (MigrationSettings { max_rounds: 0, hybrid_passes: 0, ..default.clone() }, "max_rounds"),
+            (MigrationSettings { max_passes: 0, hybrid_passes: 0, ..default.clone() }, "max_rounds"),
             (MigrationSettings { hybrid_passes: 0, ..hybrid.clone() }, "hybrid_passes"),
             (MigrationSettings { hybrid_passes: 31, ..hybrid.clone() }, "hybrid_passes"),
         ] {
@@ -320,9 +320,9 @@ mod tests {
     fn configured_passes_fit_any_policy_and_requested_ones_theirs() {
         let configured = MigrationSettings { hybrid_passes: 31, ..MigrationSettings::default() };
         assert_eq!(configured.check_configured().unwrap_err().option, "hybrid_passes");
-        let few_rounds = MigrationOptions { max_rounds: Some(3), ..MigrationOptions::default() };
+        let few_passes = MigrationOptions { max_passes: Some(3), ..MigrationOptions::default() };
         let five_passes = MigrationSettings { hybrid_passes: 5, ..MigrationSettings::default() };
-        five_passes.with(&few_rounds).check_requested(&few_rounds, false).unwrap();
+        five_passes.with(&few_passes).check_requested(&few_passes, false).unwrap();
     }
 
     #[test]

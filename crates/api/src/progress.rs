@@ -48,7 +48,7 @@ pub enum Standing {
     /// The VM is at its source, unharmed.
     Failed,
     /// The VM ended at its source, before it was moved: its guest shut down, or its QEMU ended otherwise.
-    Ended,
+    VmEnded,
     /// It is not known which side has the VM, or it is known and the peer cannot be informed. Neither side guesses.
     InDoubt,
 }
@@ -56,7 +56,7 @@ pub enum Standing {
 impl Standing {
     /// True if nothing more will happen without a request.
     pub fn is_over(self) -> bool {
-        matches!(self, Self::Done | Self::Failed | Self::Ended)
+        matches!(self, Self::Done | Self::Failed | Self::VmEnded)
     }
 }
 

@@ -187,7 +187,7 @@ pub enum Outcome {
     /// A user cancelled it; the VM is at its source.
     Cancelled,
     /// The VM ended at its source, before it was moved: its guest shut down, or its QEMU ended otherwise.
-    Ended,
+    VmEnded,
     /// The destination refused after COMMITTED; the VM is at its source again.
     Returned,
     /// It is not known which side has the VM.

@@ -230,7 +230,7 @@ pub struct MigrateRequest {
     pub disk: BTreeMap<String, DiskMode>,
     /// Copy disks without the internal snapshots of their images.
     #[serde(default)]
-    pub leave_snapshots: bool,
+    pub drop_snapshots: bool,
     /// For a VM that moves to another network: its addresses, each with the one by which it is reached there.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub new_addresses: Vec<NewAddress>,
@@ -249,7 +249,7 @@ impl MigrateRequest {
             allow_options: Vec::new(),
             disks: DiskMode::Auto,
             disk: BTreeMap::new(),
-            leave_snapshots: false,
+            drop_snapshots: false,
             new_addresses: Vec::new(),
         }
     }
@@ -380,7 +380,7 @@ pub enum RecoverAction {
     /// Run the VM here: the operator knows that the peer does not run it and never will.
     RunHere,
     /// Discard this host's copy: the operator knows that the peer has the VM.
-    GiveUpHere,
+    DiscardCopy,
 }
 
 /// Use of the ownership registry in an operator's decision. Has no meaning if none is configured.
@@ -430,7 +430,7 @@ pub struct Limits {
     pub max_downtime_ms: Option<u64>,
     /// Maximum number of rounds of pre-copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_rounds: Option<u32>,
+    pub max_passes: Option<u32>,
     /// Limit on the total time, in milliseconds since the request for the migration, with the policy
     /// [`StopPolicy::Sla`]; 0 for none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -442,7 +442,7 @@ impl From<&Limits> for MigrationOptions {
         Self {
             bandwidth_bytes_per_s: limits.bandwidth_bytes_per_s,
             max_downtime_ms: limits.max_downtime_ms,
-            max_rounds: limits.max_rounds,
+            max_passes: limits.max_passes,
             max_total_ms: limits.max_total_ms,
             ..Self::default()
         }

@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn it_ends_whatever_the_guest_does() {
+    fn rounds_of_disks_alone_end_with_any_guest() {
         for halving in [2, 3, 10] {
             let (mut sent, mut rounds) = (1 << 50, 0);
             while after(sent / halving, sent) == NextPhase::Disks {

@@ -61,7 +61,7 @@ pub use trace::{AnyPolicy, PolicyEvent, StopTrace, TracedStopPolicy};
 pub struct RoundObservation {
     /// Number of passes over all dirty pages, this one included: 1 when all of memory was sent once, and 0 before. One
     /// pass can be several rounds, each with a part of the pages.
-    pub round: u32,
+    pub pass: u32,
     /// Pages that would have to be sent if the guest were stopped now.
     pub dirty_pages: u64,
     /// Those of them for which the source knows no version or reference that would spare the link a part of them.
@@ -135,7 +135,7 @@ pub struct PreCopyGoals {
     /// Downtime limit, in nanoseconds.
     pub max_downtime_ns: u64,
     /// Limit on the number of rounds.
-    pub max_rounds: u32,
+    pub max_passes: u32,
     /// Limit on the total time since the request, in nanoseconds; none for no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_total_ns: Option<u64>,
@@ -144,7 +144,7 @@ pub struct PreCopyGoals {
 impl Default for PreCopyGoals {
     /// 300 ms, QEMU's own default, 30 rounds, and no time limit.
     fn default() -> Self {
-        Self { max_downtime_ns: 300_000_000, max_rounds: 30, max_total_ns: None }
+        Self { max_downtime_ns: 300_000_000, max_passes: 30, max_total_ns: None }
     }
 }
 
@@ -218,7 +218,7 @@ pub enum OnLimit {
 #[serde(rename_all = "kebab-case")]
 pub enum Limit {
     /// The number of rounds.
-    Rounds,
+    Passes,
     /// Rounds no longer leave fewer pages than earlier ones did: the guest writes as fast as the link carries.
     NotShrinking,
     /// The limit on the total time.
@@ -230,7 +230,7 @@ pub enum Limit {
 impl fmt::Display for GiveUp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let what = match self.limit {
-            Limit::Rounds => "the maximum number of rounds is reached",
+            Limit::Passes => "the maximum number of rounds is reached",
             Limit::NotShrinking => "rounds no longer reduce the number of dirty pages",
             Limit::Total => "the time limit is reached",
             Limit::Disks => {
@@ -255,7 +255,7 @@ impl fmt::Display for GiveUp {
             match self.limit {
                 Limit::Total => "more time",
                 Limit::Disks => "a write throttle (--throttle-writes)",
-                Limit::Rounds | Limit::NotShrinking => "more rounds",
+                Limit::Passes | Limit::NotShrinking => "more rounds",
             },
         )
     }
@@ -268,9 +268,9 @@ pub enum ThrottleChange {
     /// The guest's processors become slower.
     Slower,
     /// The throttle is lifted until it is applied again: a link was cut.
-    Free,
+    Lifted,
     /// The throttle is lifted and cannot be applied any more.
-    ForGood,
+    Unavailable,
 }
 
 /// Policy that decides after each round.

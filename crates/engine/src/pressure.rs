@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn one_loud_look_among_calm_ones_begins_them_anew() {
+    fn a_waiting_guest_restarts_the_count_of_calm_samples() {
         let mut policy = RestraintPolicy::new(50, SchedulingTimes::default(), 4);
         let expected = [NICER, NICER, NICER, NICER, NICER, NICER, NONE];
         assert_eq!(after(&mut policy, [9, 0, 0, 4, 0, 0, 0]), expected);

@@ -88,7 +88,7 @@ impl Contact {
     }
 
     /// Returns true if there was no sign of life for as long as `limit`. The next call then waits for as long again.
-    pub fn check_lost(&mut self, limit: Duration, now: Time) -> bool {
+    pub fn take_contact_loss(&mut self, limit: Duration, now: Time) -> bool {
         let is_lost = self.silence(now) >= limit;
         if is_lost {
             self.record(now);

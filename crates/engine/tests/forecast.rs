@@ -52,7 +52,7 @@ fn recorded(name: &str) -> Recorded {
 fn facts(recorded: &Recorded, throttle_requested: bool) -> MigrationFacts {
     let rounds = &recorded.rounds;
     let first = rounds[0];
-    let first_pass: Vec<_> = rounds.iter().take_while(|observed| observed.round == 0).collect();
+    let first_pass: Vec<_> = rounds.iter().take_while(|observed| observed.pass == 0).collect();
     let setup_ns = first.elapsed_ns - first.interval_ns;
     let sum = |of: fn(&RoundObservation) -> u64| first_pass.iter().map(|observed| of(observed)).sum::<u64>();
     let bytes = sum(|observed| observed.bytes_sent);
@@ -60,7 +60,7 @@ fn facts(recorded: &Recorded, throttle_requested: bool) -> MigrationFacts {
     let memory_pages = first.remaining_pages + first.pages_sent;
     // Pages that needed no bytes of their own had no content.
     let used_pages = memory_pages * (bytes / PAGE) / sum(|observed| observed.pages_sent);
-    let after = rounds.iter().find(|observed| observed.round > 0).unwrap();
+    let after = rounds.iter().find(|observed| observed.pass > 0).unwrap();
     let pass =
         WorkingSetPoint { interval_ns: after.elapsed_ns - setup_ns, written_bytes: after.dirty_pages * PAGE };
     let later =

@@ -209,7 +209,7 @@ fn move_guest(world: &mut World, policy: &AnyPolicy) -> Result<SwitchoverKind, G
         let passes = rounds.passes();
         let scan = world.scan();
         let decided = rounds.scanned(|| scan);
-        assert!(decided.is_none_or(|decided| decided.observed.round == passes));
+        assert!(decided.is_none_or(|decided| decided.observed.pass == passes));
         loop {
             match rounds.next_step(world.facts()) {
                 RoundStep::Send => {
@@ -270,7 +270,7 @@ fn any_policy() -> impl Strategy<Value = (AnyPolicy, PreCopyGoals)> {
     let ways = (any::<bool>(), any::<bool>());
     (0..3_u8, on_limit, ways, 0..6_u32, 0..2_000_000_000_u64).prop_map(
         |(kind, on_limit, (slow_down, post_copy), passes, max_downtime_ns)| {
-            let limits = PreCopyGoals { max_downtime_ns, max_rounds: passes, max_total_ns: None };
+            let limits = PreCopyGoals { max_downtime_ns, max_passes: passes, max_total_ns: None };
             let timed = PreCopyGoals { max_total_ns: Some(20_000_000_000), ..limits };
             let ways = AvailableStrategies { slow_down, post_copy };
             let fixed = FixedCost::default();
@@ -308,7 +308,7 @@ proptest! {
 /// All kinds of ends are reached; otherwise the property would hold for nothing.
 #[test]
 fn generated_migrations_end_in_all_ways() {
-    let goals = PreCopyGoals { max_downtime_ns: 50_000_000, max_rounds: 3, max_total_ns: None };
+    let goals = PreCopyGoals { max_downtime_ns: 50_000_000, max_passes: 3, max_total_ns: None };
     let fixed = FixedCost::default();
     let hybrid: AnyPolicy = HybridPolicy::new(goals, 1, fixed).into();
     let pattern: AnyPolicy = PatternPolicy::new(goals, OnLimit::Abort, fixed).into();

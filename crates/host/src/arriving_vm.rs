@@ -373,7 +373,7 @@ impl ArrivingVm {
     }
 
     /// Kills QEMU and removes the files that were made for it, except images: the caller decides about those.
-    pub fn discard(self) -> ArrivalArtifacts {
+    pub fn destroy(self) -> ArrivalArtifacts {
         kill(&self.process);
         remove_directory(&self.artifacts.directory);
         logs::remove_empty(&self.artifacts.log_directory);

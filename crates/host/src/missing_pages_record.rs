@@ -20,7 +20,7 @@ pub struct MissingPagesRecord {
     pub regions: Vec<JournalledRegion>,
     /// A page that was present although it was still to arrive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub untrusted: Option<UntrustedPage>,
+    pub unexpected_page: Option<UnexpectedPage>,
 }
 
 impl MissingPagesRecord {
@@ -43,7 +43,7 @@ impl MissingPagesRecord {
 
 /// Journalled record of a page that was present although it was still to arrive.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct UntrustedPage {
+pub struct UnexpectedPage {
     /// The first page that was found, or one of those that arrived with it and lie behind it.
     pub page: PageRequest,
     /// True if the guest was stopped because of the page: it is not stopped again if a user lets it go on.

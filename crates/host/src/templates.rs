@@ -188,7 +188,7 @@ mod tests {
     use std::path::Path;
 
     use ::memory::Templates as _;
-    use proto::message::{Message, NamedRun};
+    use proto::message::{Message, HashedRun};
 
     use super::*;
 
@@ -213,7 +213,7 @@ mod tests {
         }
     }
 
-    fn names(pages: impl Iterator<Item = u64>) -> Vec<String> {
+    fn hashes(pages: impl Iterator<Item = u64>) -> Vec<String> {
         pages.map(|number| to_hex(ContentHash::of(&page(number)))).collect()
     }
 
@@ -236,8 +236,8 @@ mod tests {
 
         let advertised_templates =
             AdvertisedTemplates::new(directory.path().to_owned(), PATIENCE, Vec::new());
-        let messages = advertised_templates.choose(&templates, &names((0..1000).step_by(10)));
-        let run = |pages: std::ops::Range<u64>| NamedRun { first_page: 1, names: names(pages).concat() };
+        let messages = advertised_templates.choose(&templates, &hashes((0..1000).step_by(10)));
+        let run = |pages: std::ops::Range<u64>| HashedRun { first_page: 1, hashes: hashes(pages).concat() };
         let known = |template, runs| Message::TemplatePages { template, runs, last: false };
         let last = Message::TemplatePages { template: 0, runs: Vec::new(), last: true };
         // Pages that are in both are advertised once.
@@ -253,7 +253,7 @@ mod tests {
                 "{template} {first_page}"
             );
         }
-        assert_eq!(advertised_templates.choose(&templates, &names(7000..7100)), [last]);
+        assert_eq!(advertised_templates.choose(&templates, &hashes(7000..7100)), [last]);
 
         // A file that is not a catalogue must not be removed.
         fs::write(directory.path().join("state/stranger.catalogue"), "mine").unwrap();
@@ -265,7 +265,7 @@ mod tests {
         assert_eq!(restarted.infos()[3].data_bytes, Some(50 * PAGE_BYTES));
 
         // A template that is gone is tried once, and its catalogue is removed, too.
-        advertised_templates.choose(&restarted, &names((100..1000).step_by(10)));
+        advertised_templates.choose(&restarted, &hashes((100..1000).step_by(10)));
         fs::remove_file(images.join("most")).unwrap();
         assert!(
             advertised_templates.read(0, 1, &mut two).is_err()
@@ -302,7 +302,7 @@ mod tests {
         let advertised_templates = |templates: &Templates| {
             let advertised_templates =
                 AdvertisedTemplates::new(directory.path().to_owned(), PATIENCE, Vec::new());
-            (advertised_templates.choose(templates, &names(100..300)).len() - 1, advertised_templates)
+            (advertised_templates.choose(templates, &hashes(100..300)).len() - 1, advertised_templates)
         };
         let templates = start();
         assert_eq!((templates.count(), advertised_templates(&templates).0), (0, 0));
@@ -354,7 +354,7 @@ mod tests {
         let advertised_templates = |templates: &Templates| {
             let advertised_templates =
                 AdvertisedTemplates::new(directory.path().to_owned(), PATIENCE, Vec::new());
-            advertised_templates.choose(templates, &names(100..300)).len() - 1
+            advertised_templates.choose(templates, &hashes(100..300)).len() - 1
         };
         let templates = start();
         let known = (1..=200).map(|number| (number, ContentHash::of(&page(99 + number)))).collect();

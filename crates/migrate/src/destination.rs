@@ -16,7 +16,7 @@ mod post_copy_receiver;
 mod receiving;
 mod references;
 mod stages;
-mod untrusted;
+mod unexpected_page;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -6,6 +6,6 @@ mod device_state;
 mod repeated_announcement;
 pub mod source;
 mod state_machine;
-pub mod untrusted_page;
+pub mod unexpected_page;
 
 pub(crate) use api::with_causes as chain;

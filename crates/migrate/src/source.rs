@@ -61,9 +61,9 @@ pub struct Goals {
     /// Values of all options.
     pub settings: MigrationSettings,
     /// True if the request has no maximum of rounds.
-    pub has_default_rounds: bool,
+    pub has_default_passes: bool,
     /// Maximum number of rounds without a throttle of writes, if the request has none.
-    default_rounds: u32,
+    default_passes: u32,
     /// True if all of memory and of copied disks is compared after the stop.
     pub verify: bool,
     /// Intervals and history of the dirty scans.
@@ -80,10 +80,10 @@ impl Goals {
     /// Returns the goals of a request, with the configuration's values as defaults.
     pub fn new(request: &MigrateRequest, config: &Config) -> Self {
         let mut settings = config.migration.with(&request.options);
-        let has_default_rounds = request.options.max_rounds.is_none();
+        let has_default_passes = request.options.max_passes.is_none();
         // Writes that are throttled more and more let the migration converge in the end.
-        if has_default_rounds && settings.throttle_writes != ThrottleWrites::Off {
-            settings.max_rounds = config.migration.max_rounds.saturating_mul(10);
+        if has_default_passes && settings.throttle_writes != ThrottleWrites::Off {
+            settings.max_passes = config.migration.max_passes.saturating_mul(10);
         }
         if settings.policy == StopPolicy::Sla {
             // It cannot be predicted how long the guest needs to give back its page cache.
@@ -98,7 +98,7 @@ impl Goals {
             // The VM moves to another network on purpose.
             settings.network_check = NetworkCheck::Off;
         }
-        Self { has_default_rounds, verify: request.verify, new_addresses, ..Self::restored(settings, config) }
+        Self { has_default_passes, verify: request.verify, new_addresses, ..Self::restored(settings, config) }
     }
 
     /// Returns the goals of a migration that an agent before this one began with these settings.
@@ -106,8 +106,8 @@ impl Goals {
         let tuning = &config.tuning;
         Self {
             settings,
-            has_default_rounds: true,
-            default_rounds: config.migration.max_rounds,
+            has_default_passes: true,
+            default_passes: config.migration.max_passes,
             verify: false,
             sampling: tuning.sampling(),
             worth: tuning.worth(),
@@ -129,8 +129,8 @@ impl Goals {
     /// Adapts the goals to a migration without copied disks: there are no writes to throttle, and so no reason for more
     /// than the usual maximum of rounds.
     pub(crate) fn disable_write_throttle(&mut self) {
-        if self.has_default_rounds {
-            self.settings.max_rounds = self.default_rounds;
+        if self.has_default_passes {
+            self.settings.max_passes = self.default_passes;
         }
         self.settings.throttle_writes = ThrottleWrites::Off;
     }
@@ -331,7 +331,7 @@ struct SourceReporter {
     /// CPU time since the migration began; absent if another agent began it.
     cpu: Option<CpuTime>,
     /// True if the destination found a page present that post-copy was to send, and stopped the guest for it.
-    has_untrusted_page: bool,
+    has_unexpected_page: bool,
 }
 
 impl SourceDriver {

@@ -58,7 +58,7 @@ pub(crate) trait StateMachine {
                 debug!(role = %Self::ROLE, state, event = name, ?why, "ignored");
                 return Ok(());
             }
-            Step::Moved(transition) => transition,
+            Step::Transition(transition) => transition,
         };
         let label = transition.name(Self::ROLE, state, name);
         if name == "repeat" || transition.effects.is_empty() {

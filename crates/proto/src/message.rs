@@ -76,7 +76,7 @@ pub enum Purpose {
 }
 
 /// Default for a source that omits the field: the guest ran, because few guests are paused.
-fn ran() -> bool {
+fn default_run() -> bool {
     true
 }
 
@@ -127,7 +127,7 @@ pub enum Message {
     /// Answered with [`Message::TemplatePages`].
     QueryTemplates {
         /// Content hashes of pages: the first 6 bytes of their BLAKE3, in 12 lower-case hexadecimal digits.
-        names: Vec<String>,
+        hashes: Vec<String>,
     },
     /// Destination: pages of a template. Several of these messages answer one [`Message::QueryTemplates`], each
     /// template in order.
@@ -135,7 +135,7 @@ pub enum Message {
         /// Number of the template, which references use.
         template: u16,
         /// Pages that are not zero pages.
-        runs: Vec<NamedRun>,
+        runs: Vec<HashedRun>,
         /// True for the last message of the answer, which may have no runs.
         last: bool,
     },
@@ -224,7 +224,7 @@ pub enum Message {
     },
     /// Source: its QEMU is held. The guest has not run since the stop, and nothing can continue it before the handover
     /// is decided. The destination is not ready before it has received this message, however much it has loaded.
-    Held {
+    Frozen {
         /// The migration.
         epoch: Epoch,
         /// True if the guest ran before the stop. If the handover is decided without the source, the guest keeps that
@@ -271,7 +271,7 @@ pub enum Message {
         /// Address at or behind which a page that arrived after the guest was already present at its arrival; the
         /// guest was stopped.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        untrusted: Option<PageRequest>,
+        unexpected_page: Option<PageRequest>,
     },
     /// Destination: the guest runs here, and pages are missing (post-copy). The source keeps its pages.
     Incomplete {
@@ -288,7 +288,7 @@ pub enum Message {
         resumed_us: Option<u64>,
         /// Value as in [`Message::Running`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        untrusted: Option<PageRequest>,
+        unexpected_page: Option<PageRequest>,
     },
     /// Destination, after RUNNING, if it has accepted [`Message::Claims`]: first frames of the guest.
     FirstFrames {
@@ -417,9 +417,9 @@ pub struct PageRequest {
 
 /// Names of neighbouring pages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NamedRun {
+pub struct HashedRun {
     /// Number of the first page.
     pub first_page: u64,
     /// Names as in [`Message::QueryTemplates`], one after the other, without a separator.
-    pub names: String,
+    pub hashes: String,
 }

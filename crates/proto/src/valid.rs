@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use crate::ids::Incarnation;
 use crate::limits;
 use crate::message::{
-    Acceptance, CardClaims, CardFrames, Message, NamedRun, NetworkProbe, Ownership, ProbedCard, Proposal,
+    Acceptance, CardClaims, CardFrames, Message, HashedRun, NetworkProbe, Ownership, ProbedCard, Proposal,
     ProposedDisk, RamBlock, RegistryReply, RegistryRequest, Verdict,
 };
 use crate::missing_pages::ENTRY_BYTES;
@@ -15,7 +15,7 @@ use crate::missing_pages::ENTRY_BYTES;
 const HASH_DIGITS: usize = 16;
 
 /// Number of digits of a page's name (BLAKE3, 48 bits).
-const NAME_DIGITS: usize = 12;
+const CONTENT_HASH_DIGITS: usize = 12;
 
 /// Number of digits of a device state's digest (BLAKE3).
 const DIGEST_DIGITS: usize = 64;
@@ -115,14 +115,14 @@ impl Message {
     pub fn validate(&self) -> Result<(), Invalid> {
         match self {
             Self::Propose(proposal) => proposal.validate(),
-            Self::QueryTemplates { names } => {
-                at_most("queried pages", names.len(), limits::QUERIED_PAGES)?;
-                names.iter().try_for_each(|digits| hex("a page's name", digits, NAME_DIGITS))
+            Self::QueryTemplates { hashes } => {
+                at_most("queried pages", hashes.len(), limits::QUERIED_PAGES)?;
+                hashes.iter().try_for_each(|digits| hex("a page's name", digits, CONTENT_HASH_DIGITS))
             }
             Self::TemplatePages { runs, .. } => {
-                let digits: usize = runs.iter().map(|run| run.names.len()).sum();
-                at_most("pages of a template", digits.div_ceil(NAME_DIGITS), limits::TEMPLATE_PAGES)?;
-                runs.iter().try_for_each(NamedRun::validate)
+                let digits: usize = runs.iter().map(|run| run.hashes.len()).sum();
+                at_most("pages of a template", digits.div_ceil(CONTENT_HASH_DIGITS), limits::TEMPLATE_PAGES)?;
+                runs.iter().try_for_each(HashedRun::validate)
             }
             Self::Verify { block, first_chunk, hashes } => {
                 block_index(*block)?;
@@ -178,7 +178,7 @@ impl Message {
                 };
                 cards.iter().try_for_each(named)
             }
-            Self::Running { untrusted: Some(page), .. } | Self::Incomplete { untrusted: Some(page), .. } => {
+            Self::Running { unexpected_page: Some(page), .. } | Self::Incomplete { unexpected_page: Some(page), .. } => {
                 block_index(page.block)?;
                 chunk(page.page / limits::CHUNK_PAGES)
             }
@@ -207,7 +207,7 @@ impl Message {
             | Self::Discarded { .. }
             | Self::PagesComplete
             | Self::Flows { .. }
-            | Self::Held { .. }
+            | Self::Frozen { .. }
             | Self::Running { .. }
             | Self::Incomplete { .. }
             | Self::AskRedirection
@@ -283,10 +283,10 @@ impl ProbedCard {
     }
 }
 
-impl NamedRun {
+impl HashedRun {
     fn validate(&self) -> Result<(), Invalid> {
-        let pages = (self.names.len() / NAME_DIGITS).max(1);
-        hex("names of pages", &self.names, pages * NAME_DIGITS)?;
+        let pages = (self.hashes.len() / CONTENT_HASH_DIGITS).max(1);
+        hex("names of pages", &self.hashes, pages * CONTENT_HASH_DIGITS)?;
         let end = self.first_page.checked_add(pages as u64);
         end.filter(|end| *end <= limits::DISK_BYTES / limits::PAGE_BYTES)
             .map(drop)

@@ -81,7 +81,7 @@ fn what_is_open_can_end_on_a_full_disk_and_nothing_new_begins() {
         begin(&journal, &arriving, State::Destination(DestinationState::Prepared)).unwrap();
         begin(&journal, &committed, State::Source(SourceState::Prepared { run: true })).unwrap();
         begin(&journal, &ready, State::Destination(DestinationState::Prepared)).unwrap();
-        let state = SourceState::Committed { incarnation: incarnation(), run: true, ran: false };
+        let state = SourceState::Committed { incarnation: incarnation(), run: true, has_run: false };
         journal.record_source(&committed, &state, Durability::Process).unwrap();
         let state = DestinationState::Ready { incarnation: incarnation(), run: true };
         journal.record_destination(&ready, &state, Durability::Process).unwrap();
@@ -100,15 +100,15 @@ fn what_is_open_can_end_on_a_full_disk_and_nothing_new_begins() {
             journal.record_source(id, &SourceState::Aborted, Durability::Synced).unwrap();
             journal.close(id).unwrap();
         }
-        journal.record_destination(&arriving, &DestinationState::Discarded, Durability::Process).unwrap();
+        journal.record_destination(&arriving, &DestinationState::CopyDestroyed, Durability::Process).unwrap();
         let run = true;
         let reclaiming = SourceState::Reclaiming { incarnation: Some(incarnation()), run, force: false };
         for state in [reclaiming, SourceState::Returning, SourceState::Returned] {
             journal.record_source(&committed, &state, Durability::Synced).unwrap();
         }
-        let taking = DestinationState::Taking { incarnation: incarnation(), run };
+        let acquiring = DestinationState::Acquiring { incarnation: incarnation(), run };
         let starting = DestinationState::Starting { incarnation: incarnation(), again: false };
-        for state in [taking, starting, DestinationState::Active { incarnation: incarnation() }] {
+        for state in [acquiring, starting, DestinationState::Active { incarnation: incarnation() }] {
             journal.record_destination(&ready, &state, Durability::Process).unwrap();
         }
     }
@@ -119,6 +119,6 @@ fn what_is_open_can_end_on_a_full_disk_and_nothing_new_begins() {
         assert_eq!((record.state, record.open), (aborted.clone(), false));
     }
     let record = journal.migration(&arriving).unwrap().unwrap();
-    assert_eq!(record.state, State::Destination(DestinationState::Discarded));
+    assert_eq!(record.state, State::Destination(DestinationState::CopyDestroyed));
     begin(&journal, &id("late"), State::Source(SourceState::Prepared { run: true })).unwrap();
 }

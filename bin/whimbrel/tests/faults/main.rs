@@ -327,7 +327,7 @@ fn every_transition_has_its_line() {
     let table: BTreeSet<String> = transitions()
         .iter()
         .filter(|transition| !transition.effects.is_empty())
-        .map(engine::handover::table::Transition::name)
+        .map(engine::handover::table::TransitionRow::name)
         .collect();
     let missing: Vec<_> = table.iter().filter(|name| !list.contains_key(*name)).collect();
     let surplus: Vec<_> = list.keys().filter(|name| !table.contains(*name)).collect();

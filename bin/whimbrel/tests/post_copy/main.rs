@@ -237,7 +237,7 @@ fn write_missing_pages(cluster: &Cluster) {
 /// Another program writes a missing page while the guest runs there: the guest is stopped, and this is reported
 /// everywhere.
 #[test]
-fn a_running_guest_is_stopped_at_a_foreign_page() {
+fn a_running_guest_is_stopped_at_an_unexpected_page() {
     let (mut cluster, mut guest) = stage();
     let migration = cluster.a.begin(&[&HYBRID[..], &["--ram", "memfd"]].concat());
     cluster
@@ -269,7 +269,7 @@ fn a_running_guest_is_stopped_at_a_foreign_page() {
 
 /// Another program writes a missing page before the guest has run there: it continues where all of its memory is right.
 #[test]
-fn a_guest_with_a_foreign_page_is_not_run_there() {
+fn a_guest_with_an_unexpected_page_is_not_run_there() {
     let (cluster, mut guest) = stage_with(Setup { fault_harness: true, ..Setup::default() });
     let faults = cluster.faults.as_ref().unwrap();
     faults.want("destination/ready/go[no-registry,run]:before-effects");

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
-use engine::handover::{Illegal, MigrationTerms, Move, Step};
+use engine::handover::{Illegal, MigrationTerms, Transition, Step};
 use link::transport::Channel;
 use link::{ConnectedPeer, Incoming, Rejected};
 use proto::message::{Message, PageRequest, Verdict};
@@ -17,7 +17,7 @@ use super::{Daemon, DriverMailbox};
 use host::repointing;
 use migrate::destination::DestinationMailbox;
 use migrate::source as from;
-use migrate::untrusted_page;
+use migrate::unexpected_page;
 use store::journal::State;
 
 /// Longest wait for a proposal on a new connection.
@@ -280,11 +280,11 @@ impl Daemon {
 
     /// Returns this host's answers, as the destination, about a migration without a driver.
     fn answers_from_journal(&self, id: &MigrationId, event: &DestinationEvent) -> Vec<Message> {
-        let (terms, state, why, untrusted) = match self.context.journal.migration(id) {
+        let (terms, state, why, unexpected_page) = match self.context.journal.migration(id) {
             Ok(Some(record)) => match &record.state {
                 State::Destination(state) => {
-                    let untrusted = untrusted_page::of_record(&record);
-                    (record.terms, state.clone(), record.message, untrusted)
+                    let unexpected_page = unexpected_page::of_record(&record);
+                    (record.terms, state.clone(), record.message, unexpected_page)
                 }
                 State::Source(_) => return vec![],
             },
@@ -303,7 +303,7 @@ impl Daemon {
                 return vec![];
             }
         };
-        final_reply(&terms, &state, event, (why.as_deref(), untrusted))
+        final_reply(&terms, &state, event, (why.as_deref(), unexpected_page))
     }
 }
 
@@ -319,9 +319,9 @@ fn final_source_answer(terms: &MigrationTerms, state: &SourceState, epoch: Epoch
         .unwrap_or(Message::Verdict { epoch, verdict: Verdict::Undecided })
 }
 
-fn moved<S, E>(step: Result<Step<S, E>, Illegal>) -> Option<Move<S, E>> {
+fn moved<S, E>(step: Result<Step<S, E>, Illegal>) -> Option<Transition<S, E>> {
     match step {
-        Ok(Step::Moved(moved)) => Some(moved),
+        Ok(Step::Transition(moved)) => Some(moved),
         _ => None,
     }
 }
@@ -331,7 +331,7 @@ fn final_reply(
     terms: &MigrationTerms,
     state: &DestinationState,
     event: &DestinationEvent,
-    (why, untrusted): (Option<&str>, Option<PageRequest>),
+    (why, unexpected_page): (Option<&str>, Option<PageRequest>),
 ) -> Vec<Message> {
     let epoch = terms.epoch();
     // An event that changes the state is answered by its driver, after the journal has it.
@@ -347,7 +347,7 @@ fn final_reply(
                 since_us: 0,
                 resumed_us: None,
                 agent_cpu_us: None,
-                untrusted,
+                unexpected_page,
             }),
             DestinationEffect::SendRefused => {
                 Some(Message::Refused { epoch, reason: why.unwrap_or("this copy was discarded").to_owned() })

@@ -21,7 +21,7 @@ use api::{
 };
 use api::{Problem, ProblemKind};
 use host::{leftover_images, net_show, preflight, redirections, vms};
-use migrate::untrusted_page;
+use migrate::unexpected_page;
 use migrate::{destination, source};
 use store::journal::{MigrationRecord, State};
 
@@ -94,7 +94,7 @@ impl Control for UserApi {
         if let Some(latest) = latest {
             let driven = self.drivers().get(latest.id()).map(|driven| driven.publisher.now());
             detail.missing_pages = driven.and_then(|progress| progress.missing_pages);
-            detail.findings.extend(untrusted_page::finding(&self.context, &latest, detail.summary.pid));
+            detail.findings.extend(unexpected_page::finding(&self.context, &latest, detail.summary.pid));
         }
         Ok(detail)
     }
@@ -215,13 +215,13 @@ impl Control for UserApi {
         settings.check_values()?;
         let goals = controls.change(|goals| {
             goals.settings = goals.settings.with(&changed);
-            goals.has_default_rounds &= limits.max_rounds.is_none();
+            goals.has_default_passes &= limits.max_passes.is_none();
         });
         controls.rate.set_rate(goals.bandwidth_bytes_per_s());
         Ok(Limits {
             bandwidth_bytes_per_s: Some(goals.settings.bandwidth_bytes_per_s),
             max_downtime_ms: Some(goals.settings.max_downtime_ms),
-            max_rounds: Some(goals.settings.max_rounds),
+            max_passes: Some(goals.settings.max_passes),
             max_total_ms: goals.max_total_ms(),
         })
     }
@@ -305,11 +305,11 @@ pub(super) fn is_too_late_to_cancel(record: &MigrationRecord) -> bool {
     match &record.state {
         State::Source(state) => matches!(
             engine::handover::source::source(&record.terms, state, &SourceEvent::Cancel),
-            Ok(Step::Moved(step)) if step.to == *state
+            Ok(Step::Transition(step)) if step.to == *state
         ),
         State::Destination(state) => matches!(
             engine::handover::destination::destination(&record.terms, state, &DestinationEvent::Cancel),
-            Ok(Step::Moved(step)) if step.to == *state
+            Ok(Step::Transition(step)) if step.to == *state
         ),
     }
 }

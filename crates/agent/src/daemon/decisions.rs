@@ -87,7 +87,7 @@ impl Daemon {
                 DestinationState::Idle
                 | DestinationState::Prepared
                 | DestinationState::Refused
-                | DestinationState::Discarded,
+                | DestinationState::CopyDestroyed,
             ) => return None,
             State::Destination(_) => {
                 let details: DestinationDetails = serde_json::from_value(record.details.clone()).ok()?;
@@ -141,10 +141,10 @@ fn requested_decision(request: &RecoverRequest) -> Option<OperatorDecision> {
         (RecoverAction::RunHere, RegistryUse::None) => {
             Some(OperatorDecision::WithoutRegistry { run_here: true })
         }
-        (RecoverAction::GiveUpHere, RegistryUse::None) => {
+        (RecoverAction::DiscardCopy, RegistryUse::None) => {
             Some(OperatorDecision::WithoutRegistry { run_here: false })
         }
-        (RecoverAction::GiveUpHere, _) => Some(OperatorDecision::RunElsewhere),
+        (RecoverAction::DiscardCopy, _) => Some(OperatorDecision::DiscardCopy),
     }
 }
 
@@ -180,7 +180,7 @@ fn options(decision: OperatorDecision) -> &'static str {
     match decision {
         OperatorDecision::RunHere { force: false } => "--run-here",
         OperatorDecision::RunHere { force: true } => "--run-here --overrule-registry",
-        OperatorDecision::RunElsewhere => "--give-up",
+        OperatorDecision::DiscardCopy => "--give-up",
         OperatorDecision::WithoutRegistry { run_here: true } => "--run-here --without-registry",
         OperatorDecision::WithoutRegistry { run_here: false } => "--give-up --without-registry",
     }

@@ -293,7 +293,7 @@ impl Arrival {
         let (mut vm, findings) = ArrivingVm::start(artifacts.clone(), &self.launch, ram, patience, look)?;
         drop(no_trial);
         if let Err(error) = vm.artifacts.keep(context, migration, Durability::Synced) {
-            vm.discard();
+            vm.destroy();
             return Err(error.into());
         }
         if let Some(reserved) = &self.reserved {

@@ -28,7 +28,7 @@ impl Daemon {
         match (driven, record.state.standing()) {
             // A running driver settles a state that would be in doubt without it, or reports the doubt.
             (Some(standing), _) if record.open => standing,
-            (_, Standing::Failed) if record.details["vm_ended"] == true => Standing::Ended,
+            (_, Standing::Failed) if record.details["vm_ended"] == true => Standing::VmEnded,
             (_, standing) => standing,
         }
     }

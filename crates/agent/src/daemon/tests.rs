@@ -55,7 +55,7 @@ fn only_a_migrations_two_hosts_have_a_say_in_it() {
     let world = World::new();
     let daemon = daemon(&world);
     let (_serving, address) = serve(&daemon);
-    world.journalled(&terms("b", "a"), State::Destination(DestinationState::Discarded));
+    world.journalled(&terms("b", "a"), State::Destination(DestinationState::CopyDestroyed));
     let control = || Purpose::Control { migration: id(1), generation: Generation(1) };
     for purpose in [questions(), control()] {
         let refused = Other::connect("c", address, purpose).map(drop).unwrap_err();
@@ -265,7 +265,7 @@ fn a_migration_finds_its_own_qemu() {
     let world = World::new();
     let daemon = daemon(&world);
     let qemu = Qemu::start(world.folder.path());
-    let committed = SourceState::Committed { incarnation: incarnation(), run: true, ran: false };
+    let committed = SourceState::Committed { incarnation: incarnation(), run: true, has_run: false };
     world.journalled(&terms("a", "b"), State::Source(committed));
     let vm = host::SourceVm::find(&world.context, &qemu.record()).unwrap();
     let details = source::SourceDetails::of(&world.context, Some(&vm), true);
@@ -344,7 +344,7 @@ fn it_is_known_when_it_is_too_late_to_cancel() {
         world.journalled(&terms, state);
         control::is_too_late_to_cancel(&world.context.journal.migration(&id(1)).unwrap().unwrap())
     };
-    let committed = SourceState::Committed { incarnation: incarnation(), run: true, ran: false };
+    let committed = SourceState::Committed { incarnation: incarnation(), run: true, has_run: false };
     assert!(too_late(State::Source(committed)));
     assert!(!too_late(State::Source(SourceState::Prepared { run: true })));
     assert!(!too_late(State::Source(SourceState::Stopped { run: true })));

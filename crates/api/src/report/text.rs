@@ -17,7 +17,7 @@ impl Outcome {
             Self::Moved => "moved",
             Self::Aborted => "failed; the VM is at its source, unharmed",
             Self::Cancelled => "cancelled; the VM is at its source",
-            Self::Ended => "the VM ended before it was moved",
+            Self::VmEnded => "the VM ended before it was moved",
             Self::Returned => "refused by the destination; the VM is at its source again",
             Self::InDoubt => "in doubt: see `whimbrel recover`",
         }
@@ -81,7 +81,7 @@ fn disks(report: &Report, out: &mut String) -> fmt::Result {
     // After an earlier end the images are removed again.
     let copied = match report.outcome {
         Outcome::Underway | Outcome::Moved | Outcome::InDoubt => "copied to",
-        Outcome::Aborted | Outcome::Cancelled | Outcome::Ended | Outcome::Returned => "was to be copied to",
+        Outcome::Aborted | Outcome::Cancelled | Outcome::VmEnded | Outcome::Returned => "was to be copied to",
     };
     for disk in &report.disks {
         writeln!(out, "  disk        {}, {}, {copied} {}", disk.name, bytes(disk.bytes), disk.path)?;

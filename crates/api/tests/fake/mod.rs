@@ -202,7 +202,7 @@ impl Fake {
             state: match progress.standing {
                 Standing::Underway => "prepared",
                 Standing::Done => "done",
-                Standing::Failed | Standing::Ended => "aborted",
+                Standing::Failed | Standing::VmEnded => "aborted",
                 Standing::InDoubt => "committed",
             }
             .into(),
@@ -394,7 +394,7 @@ impl Control for Fake {
                 report.end(Outcome::Moved, None, 1_200_000);
             }
             Standing::Failed => report.end(Outcome::Aborted, progress.message, 900_000),
-            Standing::Ended => report.end(Outcome::Ended, progress.message, 900_000),
+            Standing::VmEnded => report.end(Outcome::VmEnded, progress.message, 900_000),
             Standing::InDoubt => report.outcome = Outcome::InDoubt,
         }
         Ok(report)
@@ -423,10 +423,10 @@ impl Control for Fake {
                 migration.progress.update(|p| (p.phase, p.standing) = (Phase::Ended, Standing::Failed));
             }
             let run_here = "--run-here: the guest continues here; risk: if beta runs it too, both write to the same disks";
-            let give_up =
+            let discard_copy =
                 "--give-up: the copy kept here is discarded; risk: if beta cannot run it, it is lost";
             let risked = match request.action {
-                RecoverAction::Ask => vec![run_here.to_owned(), give_up.to_owned()],
+                RecoverAction::Ask => vec![run_here.to_owned(), discard_copy.to_owned()],
                 _ => vec![run_here.to_owned()],
             };
             RecoverReport {

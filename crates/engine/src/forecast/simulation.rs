@@ -118,10 +118,10 @@ impl<'a> Simulation<'a> {
     pub(super) fn of_rest(facts: &'a MigrationFacts, observed: &RoundObservation) -> Self {
         let mut simulation = Self::of_request(facts);
         simulation.elapsed_ns = observed.elapsed_ns as f64;
-        simulation.passes = observed.round;
+        simulation.passes = observed.pass;
         let disk = observed.must_precopy_pages.min(observed.dirty_pages) as f64;
         let memory = observed.dirty_pages as f64 - disk;
-        if observed.round == 0 {
+        if observed.pass == 0 {
             simulation.pages.clean_all_but(PageCounts { memory: 0.0, disk });
             let all = simulation.memory_pages + simulation.unsent_empty;
             let share = if all > 0.0 { (memory / all).min(1.0) } else { 0.0 };
@@ -255,7 +255,7 @@ impl<'a> Simulation<'a> {
         let dirty_pages = whole(dirty.all() + unsent);
         let remaining = (simulated.owed - sent - simulated.empty).max(0.0);
         RoundObservation {
-            round: self.passes,
+            pass: self.passes,
             dirty_pages,
             full_pages: whole(dirty.all() + unsent - self.unsent_empty),
             pages_sent: whole(sent + simulated.empty),

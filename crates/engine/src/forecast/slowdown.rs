@@ -71,7 +71,7 @@ impl Slowdown {
         let wish = ThrottleDemand {
             is_chosen,
             is_requested: self.is_requested,
-            passes: observed.round,
+            passes: observed.pass,
             expected_downtime_ns,
             max_downtime_ns: goals.max_downtime_ns,
         };

@@ -163,7 +163,7 @@ fn the_rest_of_a_migration_continues_its_forecast() {
     let goals = PreCopyGoals::default();
     let whole = forecast(&steady, &pattern(OnLimit::Abort), goals);
     let observed = RoundObservation {
-        round: 1,
+        pass: 1,
         dirty_pages: GIB / 4096,
         full_pages: GIB / 4096,
         pages_sent: 25_600,

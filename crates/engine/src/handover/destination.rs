@@ -53,7 +53,7 @@ pub enum DestinationState {
         run: bool,
     },
     /// GO was accepted; the registry is being asked for ownership.
-    Taking {
+    Acquiring {
         /// The incarnation that GO has named.
         incarnation: Incarnation,
         /// True if the guest is to run; false if its user had paused it, and it stays paused.
@@ -82,14 +82,14 @@ pub enum DestinationState {
     /// REFUSED: this host has not run the guest and never will.
     Refused,
     /// The guest continues at the source; the copy is removed.
-    Discarded,
+    CopyDestroyed,
     /// The host has booted since PREPARED: the copy is lost, and the registry, or the source if there is none, is
     /// being asked whether the copy can have run.
     QemuLost,
     /// The copy is lost, and may have run: `cont` had been sent, or its fate is unknown.
     Crashed {
         /// True if the guest is known to have run, so that the source's copy is out of date.
-        ran: bool,
+        has_run: bool,
     },
 }
 
@@ -206,7 +206,7 @@ pub enum DestinationEffect {
     /// Send CRASHED.
     SendCrashed,
     /// Kill the destination's QEMU and remove its resources.
-    Discard,
+    DestroyCopy,
     /// Report to the user.
     Report(DestinationReport),
 }
@@ -216,7 +216,7 @@ pub enum DestinationEffect {
 #[serde(rename_all = "kebab-case")]
 pub enum DestinationReport {
     /// The migration ended before READY; its remains are removed.
-    Discarded,
+    CopyDestroyed,
     /// The guest continues at the source; the copy is removed.
     SourceKept,
     /// In doubt and the source cannot be asked: `whimbrel recover` lists the possible decisions.
@@ -250,13 +250,13 @@ impl DestinationState {
             Self::Idle => "idle",
             Self::Prepared => "prepared",
             Self::Ready { .. } => "ready",
-            Self::Taking { .. } => "taking",
+            Self::Acquiring { .. } => "taking",
             Self::Starting { .. } => "starting",
             Self::Completing { .. } => "completing",
             Self::Active { .. } => "active",
             Self::Refusing => "refusing",
             Self::Refused => "refused",
-            Self::Discarded => "discarded",
+            Self::CopyDestroyed => "discarded",
             Self::QemuLost => "qemu-lost",
             Self::Crashed { .. } => "crashed",
         }
@@ -264,12 +264,12 @@ impl DestinationState {
 
     /// Returns true if nothing follows but answers and cleaning up.
     pub fn is_final(&self) -> bool {
-        matches!(self, Self::Active { .. } | Self::Refused | Self::Discarded | Self::Crashed { .. })
+        matches!(self, Self::Active { .. } | Self::Refused | Self::CopyDestroyed | Self::Crashed { .. })
     }
 
     /// Returns true if this copy of the guest may neither be run nor discarded before a decision arrives.
     pub fn is_in_doubt(&self) -> bool {
-        matches!(self, Self::Ready { .. } | Self::Taking { .. })
+        matches!(self, Self::Ready { .. } | Self::Acquiring { .. })
     }
 
     /// Returns true if the journal entry is synced before the next effect. A host that loses entries between these two
@@ -367,7 +367,7 @@ impl DestinationEffect {
             Self::SendRunning => "send-running",
             Self::SendRefused => "send-refused",
             Self::SendCrashed => "send-crashed",
-            Self::Discard => "discard",
+            Self::DestroyCopy => "discard",
             Self::Report(_) => "report",
         }
     }
@@ -406,7 +406,7 @@ mod tests {
             Event::AbortReceived { epoch },
             Event::Asked { epoch },
             Event::RegistryAnswered(RegistryAnswer::Unreachable),
-            Event::OperatorDecided(OperatorDecision::RunElsewhere),
+            Event::OperatorDecided(OperatorDecision::DiscardCopy),
         ];
         let facts = [
             Event::Failed,

@@ -22,7 +22,7 @@
 //! # Contract with the agent
 //!
 //! 1. **Effects are done in their order**, each one finished before the next begins. A message is finished when it was
-//!    handed to the link (or when there was no link), `StopVm`, `FreezeQemu` and `ReleaseQemu` when their effect was
+//!    handed to the link (or when there was no link), `StopVm`, `FreezeQemu` and `ThawQemu` when their effect was
 //!    observed, `ContinueVm` and `Cont` when the command was sent. A QEMU may be frozen before `FreezeQemu`, so that no
 //!    foreign `cont` arrives between the last check and COMMITTED; `ContinueVm` and `UndoAll` release it. The order is
 //!    the argument for safety: a decision is in the journal before any other program can see it.
@@ -132,14 +132,14 @@ pub enum QemuAtStart {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step<S, E> {
     /// A legal transition, possibly back to the same state.
-    Moved(Move<S, E>),
+    Transition(Transition<S, E>),
     /// The event changes no state and has no effects.
     Ignored(Ignored),
 }
 
 /// A legal transition.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Move<S, E> {
+pub struct Transition<S, E> {
     /// The next state.
     pub to: S,
     /// Other conditions of the transition, beside the names of state and event.
@@ -148,7 +148,7 @@ pub struct Move<S, E> {
     pub effects: Vec<E>,
 }
 
-impl<S, E> Move<S, E> {
+impl<S, E> Transition<S, E> {
     fn to(to: S) -> Self {
         Self { to, guards: Vec::new(), effects: Vec::new() }
     }
@@ -189,13 +189,13 @@ impl<S, E> Move<S, E> {
 }
 
 #[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
-fn moved<S, E>(to: Move<S, E>) -> Option<Step<S, E>> {
-    Some(Step::Moved(to))
+fn moved<S, E>(to: Transition<S, E>) -> Option<Step<S, E>> {
+    Some(Step::Transition(to))
 }
 
 /// Stays in the state; the event is legal and has no effects.
 fn stay<S, E>(state: S) -> Option<Step<S, E>> {
-    moved(Move::to(state))
+    moved(Transition::to(state))
 }
 
 #[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]

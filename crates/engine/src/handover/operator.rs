@@ -10,7 +10,7 @@ pub enum OperatorDecision {
         force: bool,
     },
     /// The guest is to run at the other host, or nowhere: this host's copy is given up.
-    RunElsewhere,
+    DiscardCopy,
     /// One of the two by the operator's decision alone: the registry is lost, and is not asked.
     WithoutRegistry {
         /// True if the guest is to run at this host.

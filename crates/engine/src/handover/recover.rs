@@ -46,13 +46,13 @@ pub fn advise_source(terms: &MigrationTerms, state: &SourceState) -> Advice {
     let there = &terms.destination;
     let epoch = terms.epoch();
     match state {
-        SourceState::Committed { ran: true, .. } => Advice {
+        SourceState::Committed { has_run: true, .. } => Advice {
             known: vec![
                 format!("the guest has been running on {there} since epoch {epoch}, or has crashed there"),
                 format!("some of its memory was only on this host when {there} last reported"),
             ],
             unknown: vec![format!("whether {there} has received all of its memory")],
-            choices: vec![run_elsewhere_choice(terms)],
+            choices: vec![discard_copy_choice(terms)],
         },
         SourceState::Committed { incarnation, .. } => Advice {
             known: vec![
@@ -124,13 +124,13 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
             unknown: vec![format!("whether {there} committed epoch {epoch}, or continued running the guest")],
             choices: ready_choices(terms, *run),
         },
-        DestinationState::Taking { .. } => Advice {
+        DestinationState::Acquiring { .. } => Advice {
             known: vec![
                 format!("{there} committed the guest to this host, where a complete copy is loaded, paused"),
                 "the ownership registry decides, and is being asked".to_owned(),
             ],
             unknown: vec!["what the registry will decide".to_owned()],
-            choices: taking_choices(terms),
+            choices: acquiring_choices(terms),
         },
         DestinationState::Refusing => Advice {
             known: vec![
@@ -165,18 +165,18 @@ pub fn advise_destination(terms: &MigrationTerms, state: &DestinationState) -> A
         DestinationState::Starting { .. } | DestinationState::Active { .. } => {
             already_over(format!("this host has owned the guest since epoch {epoch}"))
         }
-        DestinationState::Crashed { ran: true } => already_over(format!(
+        DestinationState::Crashed { has_run: true } => already_over(format!(
             "this host had owned the guest since epoch {epoch}, and it crashed here; start it from its disks \
              on this host"
         )),
-        DestinationState::Crashed { ran: false } => already_over(format!(
+        DestinationState::Crashed { has_run: false } => already_over(format!(
             "this host's copy of epoch {epoch} is lost and may have run; {there} may have the guest's memory \
              as it was when it was stopped: decide there"
         )),
         DestinationState::Idle
         | DestinationState::Prepared
         | DestinationState::Refused
-        | DestinationState::Discarded => already_over(format!(
+        | DestinationState::CopyDestroyed => already_over(format!(
             "this host does not own the guest: it has not run here in epoch {epoch}, and will not"
         )),
     }
@@ -190,7 +190,7 @@ fn advise_rebooted_destination(terms: &MigrationTerms) -> Advice {
             known: vec!["this host was rebooted, and its copy of the guest is lost".to_owned()],
             unknown: vec![format!("whether the guest has run here: {there} may know, and is being asked")],
             choices: vec![Choice {
-                decision: OperatorDecision::RunElsewhere,
+                decision: OperatorDecision::DiscardCopy,
                 then: format!(
                     "{there} is not asked any more: it keeps its copy, and its operator decides; images of \
                      copied disks stay here"
@@ -236,7 +236,7 @@ fn ready_choices(terms: &MigrationTerms, run: bool) -> Vec<Choice> {
     let mut choices = vec![
         run_here(OperatorDecision::RunHere { force: false }, ""),
         Choice {
-            decision: OperatorDecision::RunElsewhere,
+            decision: OperatorDecision::DiscardCopy,
             then: format!("this copy is discarded, and {there} is notified when it returns"),
             risk: format!("if {there} does not return, this was the only copy"),
         },
@@ -248,11 +248,11 @@ fn ready_choices(terms: &MigrationTerms, run: bool) -> Vec<Choice> {
     choices
 }
 
-fn taking_choices(terms: &MigrationTerms) -> Vec<Choice> {
+fn acquiring_choices(terms: &MigrationTerms) -> Vec<Choice> {
     let there = &terms.source;
     vec![
         Choice {
-            decision: OperatorDecision::RunElsewhere,
+            decision: OperatorDecision::DiscardCopy,
             then: format!("the registry records {there} as the owner, and this copy is discarded"),
             risk: format!("if {there} does not return, this was the only copy"),
         },
@@ -271,7 +271,7 @@ fn taking_choices(terms: &MigrationTerms) -> Vec<Choice> {
 
 fn starting_choices(terms: &MigrationTerms) -> Vec<Choice> {
     let there = &terms.source;
-    let give_up = |decision, only: &str| Choice {
+    let discard_copy = |decision, only: &str| Choice {
         decision,
         then: format!("this copy is discarded, and {there} resumes its own copy"),
         risk: format!(
@@ -279,7 +279,7 @@ fn starting_choices(terms: &MigrationTerms) -> Vec<Choice> {
              memory{only}"
         ),
     };
-    let mut choices = vec![give_up(OperatorDecision::RunElsewhere, "")];
+    let mut choices = vec![discard_copy(OperatorDecision::DiscardCopy, "")];
     if terms.registry.is_some() {
         choices.push(Choice {
             decision: OperatorDecision::WithoutRegistry { run_here: true },
@@ -289,7 +289,7 @@ fn starting_choices(terms: &MigrationTerms) -> Vec<Choice> {
             ),
         });
         choices
-            .push(give_up(OperatorDecision::WithoutRegistry { run_here: false }, &format!(". And {GONE}")));
+            .push(discard_copy(OperatorDecision::WithoutRegistry { run_here: false }, &format!(". And {GONE}")));
     }
     choices
 }
@@ -311,7 +311,7 @@ fn qemu_lost_choices(terms: &MigrationTerms) -> Vec<Choice> {
             .push(run_here(OperatorDecision::WithoutRegistry { run_here: true }, &format!("And {GONE}. ")));
     }
     choices.push(Choice {
-        decision: OperatorDecision::RunElsewhere,
+        decision: OperatorDecision::DiscardCopy,
         then: format!("this host forgets the VM; {there} keeps its copy"),
         risk: format!("if {there} has no complete copy, there is none"),
     });
@@ -357,14 +357,14 @@ fn committed_choices(terms: &MigrationTerms) -> Vec<Choice> {
         let [run_here, _] = choices_without_registry(terms);
         choices.extend([forced_choice(terms), run_here]);
     }
-    choices.push(run_elsewhere_choice(terms));
+    choices.push(discard_copy_choice(terms));
     choices
 }
 
-fn run_elsewhere_choice(terms: &MigrationTerms) -> Choice {
+fn discard_copy_choice(terms: &MigrationTerms) -> Choice {
     let there = &terms.destination;
     Choice {
-        decision: OperatorDecision::RunElsewhere,
+        decision: OperatorDecision::DiscardCopy,
         then: format!("the copy kept here is discarded; {there} owns the guest"),
         risk: format!(
             "if {there} cannot run it, or does not have all of its memory yet, its memory is lost and it \

@@ -143,9 +143,9 @@ pub enum RequestPurpose {
     /// Record COMMITTED for a destination that cannot ask. Best effort.
     Offer,
     /// Acquire ownership of the VM in this epoch.
-    Take,
+    Acquire,
     /// Make sure that the source owns the VM in this epoch, so that the destination never can.
-    GiveBack,
+    ReturnToSource,
 }
 
 impl RequestPurpose {
@@ -154,8 +154,8 @@ impl RequestPurpose {
         match self {
             Self::Read => "read-registry",
             Self::Offer => "offer-in-registry",
-            Self::Take => "take-ownership",
-            Self::GiveBack => "give-back-ownership",
+            Self::Acquire => "take-ownership",
+            Self::ReturnToSource => "give-back-ownership",
         }
     }
 }

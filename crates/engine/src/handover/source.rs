@@ -64,7 +64,7 @@ pub enum SourceState {
         run: bool,
         /// True after INCOMPLETE: the guest has run at the destination, and must not run at the source any more.
         #[serde(default)]
-        ran: bool,
+        has_run: bool,
     },
     /// The registry is being asked to return the VM.
     Reclaiming {
@@ -179,7 +179,7 @@ pub enum SourceEffect {
     /// Send SIGSTOP to the source's QEMU.
     FreezeQemu,
     /// Send SIGCONT to the source's QEMU.
-    ReleaseQemu,
+    ThawQemu,
     /// QMP `cont`; ends in `Continued`, `ContinueFailed` or `QemuDied`.
     ContinueVm,
     /// End the source's QEMU and remove its resources.
@@ -345,7 +345,7 @@ impl SourceEffect {
             Self::Journal { durable: true, .. } => "journal-sync",
             Self::StopVm => "stop-vm",
             Self::FreezeQemu => "freeze-qemu",
-            Self::ReleaseQemu => "release-qemu",
+            Self::ThawQemu => "release-qemu",
             Self::ContinueVm => "continue-vm",
             Self::QuitQemu => "quit-qemu",
             Self::UndoAll => "undo-all",

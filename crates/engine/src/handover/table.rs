@@ -14,11 +14,11 @@ use super::destination::{DestinationEffect, DestinationEvent, DestinationState, 
 use super::recover::OperatorDecision;
 use super::registry::RegistryAnswer;
 use super::source::{SourceEffect, SourceEvent, SourceState, source};
-use super::{Illegal, MigrationTerms, Move, QemuAtStart, Role, Step};
+use super::{Illegal, MigrationTerms, Transition, QemuAtStart, Role, Step};
 
 /// One legal transition.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Transition {
+pub struct TransitionRow {
     /// Role of the host.
     pub role: Role,
     /// Name of the state before.
@@ -33,7 +33,7 @@ pub struct Transition {
     pub effects: Vec<&'static str>,
 }
 
-impl Transition {
+impl TransitionRow {
     /// Returns the stable name, such as `source/committed/refused[registry]`.
     pub fn name(&self) -> String {
         let guards =
@@ -43,7 +43,7 @@ impl Transition {
 }
 
 /// Returns all legal transitions of both roles, in the order of states and events.
-pub fn transitions() -> Vec<Transition> {
+pub fn transitions() -> Vec<TransitionRow> {
     let mut all = outcomes();
     all.dedup_by_key(|transition| transition.name());
     all
@@ -55,7 +55,7 @@ pub fn fault_points() -> Vec<FaultPoint> {
     transitions().iter().flat_map(points_of).collect()
 }
 
-fn points_of(transition: &Transition) -> Vec<FaultPoint> {
+fn points_of(transition: &TransitionRow) -> Vec<FaultPoint> {
     let count = transition.effects.len();
     let point = |done: usize| FaultPoint {
         transition: transition.name(),
@@ -68,10 +68,10 @@ fn points_of(transition: &Transition) -> Vec<FaultPoint> {
 
 /// Returns the table for `docs/handover-table.md`. Events with the same result in a state share a line.
 pub fn table_markdown() -> String {
-    let mut lines: Vec<(Transition, Vec<&'static str>)> = Vec::new();
+    let mut lines: Vec<(TransitionRow, Vec<&'static str>)> = Vec::new();
     for transition in transitions() {
-        let same = |(line, _): &&mut (Transition, Vec<_>)| {
-            *line == Transition { event: line.event, ..transition.clone() }
+        let same = |(line, _): &&mut (TransitionRow, Vec<_>)| {
+            *line == TransitionRow { event: line.event, ..transition.clone() }
         };
         match lines.iter_mut().find(same) {
             Some((_, events)) => events.push(transition.event),
@@ -93,7 +93,7 @@ pub fn table_markdown() -> String {
 }
 
 /// Returns every sample of every transition, those of one name together and in the order of the table.
-fn outcomes() -> Vec<Transition> {
+fn outcomes() -> Vec<TransitionRow> {
     let mut found = Vec::new();
     for terms in sample_terms() {
         let states = source_states();
@@ -121,7 +121,7 @@ fn outcomes() -> Vec<Transition> {
         .into_iter()
         .map(|((role, ..), (from, event, to), guards, effects)| {
             let place = places.get(&(role, from, event)).copied();
-            (role, place, Transition { role, from, event, guards, to, effects })
+            (role, place, TransitionRow { role, from, event, guards, to, effects })
         })
         .collect();
     all.sort();
@@ -133,11 +133,11 @@ fn ask_all<'a, S, E, F>(
     states: &[S],
     events: &'a [E],
     step: impl Fn(&S, &E) -> Result<Step<S, F>, Illegal>,
-) -> Vec<(usize, usize, &'a E, Move<S, F>)> {
+) -> Vec<(usize, usize, &'a E, Transition<S, F>)> {
     let mut moves = Vec::new();
     for (s, state) in states.iter().enumerate() {
         for (e, event) in events.iter().enumerate() {
-            if let Ok(Step::Moved(step)) = step(state, event) {
+            if let Ok(Step::Transition(step)) = step(state, event) {
                 moves.push((s, e, event, step));
             }
         }
@@ -173,8 +173,8 @@ fn source_states() -> Vec<SourceState> {
             In::Stopped { run },
             In::QemuLost { incarnation: None, run },
             In::QemuLost { incarnation: Some(one()), run },
-            In::Committed { incarnation: one(), run, ran: false },
-            In::Committed { incarnation: one(), run, ran: true },
+            In::Committed { incarnation: one(), run, has_run: false },
+            In::Committed { incarnation: one(), run, has_run: true },
             In::Reclaiming { incarnation: Some(one()), run, force: false },
             In::Reclaiming { incarnation: Some(one()), run, force: true },
             In::Reclaiming { incarnation: None, run, force: false },
@@ -193,18 +193,18 @@ fn destination_states() -> Vec<DestinationState> {
         In::Prepared,
         In::Ready { incarnation: one(), run: true },
         In::Ready { incarnation: one(), run: false },
-        In::Taking { incarnation: one(), run: true },
-        In::Taking { incarnation: one(), run: false },
+        In::Acquiring { incarnation: one(), run: true },
+        In::Acquiring { incarnation: one(), run: false },
         In::Starting { incarnation: one(), again: false },
         In::Starting { incarnation: one(), again: true },
         In::Completing { incarnation: one() },
         In::Active { incarnation: one() },
         In::Refusing,
         In::Refused,
-        In::Discarded,
+        In::CopyDestroyed,
         In::QemuLost,
-        In::Crashed { ran: true },
-        In::Crashed { ran: false },
+        In::Crashed { has_run: true },
+        In::Crashed { has_run: false },
     ]
 }
 
@@ -214,7 +214,7 @@ const FOUND: [QemuAtStart; 4] =
 const DECISIONS: [OperatorDecision; 5] = [
     OperatorDecision::RunHere { force: false },
     OperatorDecision::RunHere { force: true },
-    OperatorDecision::RunElsewhere,
+    OperatorDecision::DiscardCopy,
     OperatorDecision::WithoutRegistry { run_here: true },
     OperatorDecision::WithoutRegistry { run_here: false },
 ];

@@ -29,9 +29,9 @@ fn incarnation(generation: u64) -> Incarnation {
     }
 }
 
-fn moved<S: fmt::Debug, E: fmt::Debug>(step: Result<Step<S, E>, Illegal>) -> Move<S, E> {
+fn moved<S: fmt::Debug, E: fmt::Debug>(step: Result<Step<S, E>, Illegal>) -> Transition<S, E> {
     match step {
-        Ok(Step::Moved(moved)) => moved,
+        Ok(Step::Transition(moved)) => moved,
         other => panic!("{other:?}"),
     }
 }
@@ -137,7 +137,7 @@ fn a_paused_guest_stays_paused() {
 #[test]
 fn what_is_stale_is_ignored_and_what_is_impossible_is_illegal() {
     let terms = terms(None);
-    let committed = SourceState::Committed { incarnation: incarnation(2), run: true, ran: false };
+    let committed = SourceState::Committed { incarnation: incarnation(2), run: true, has_run: false };
     let old = SourceEvent::Refused { epoch: Epoch(6) };
     assert_eq!(source(&terms, &committed, &old), Ok(Step::Ignored(Ignored::OtherEpoch)));
     let other = SourceEvent::Ready { epoch: EPOCH, incarnation: incarnation(1) };
@@ -166,7 +166,7 @@ fn a_repeated_go_is_answered() {
     let go = DestinationEvent::Go { epoch: EPOCH, incarnation: incarnation(1), run: true };
     let active = DestinationState::Active { incarnation: incarnation(1) };
     assert_eq!(moved(destination(&terms, &active, &go)).effects, [DestinationEffect::SendRunning]);
-    for state in [DestinationState::Refused, DestinationState::Discarded] {
+    for state in [DestinationState::Refused, DestinationState::CopyDestroyed] {
         assert_eq!(moved(destination(&terms, &state, &go)).effects, [DestinationEffect::SendRefused]);
     }
 }
@@ -180,7 +180,7 @@ fn states_survive_the_journal() {
     };
     there_and_back(&SourceState::Stopped { run: true });
     there_and_back(&SourceState::Reclaiming { incarnation: None, run: true, force: false });
-    there_and_back(&SourceState::Committed { incarnation: incarnation(1), run: false, ran: true });
+    there_and_back(&SourceState::Committed { incarnation: incarnation(1), run: false, has_run: true });
     let state = DestinationState::Starting { incarnation: incarnation(1), again: true };
     let text = serde_json::to_string(&state).unwrap();
     assert_eq!(serde_json::from_str::<DestinationState>(&text).unwrap(), state, "{text}");
@@ -188,7 +188,7 @@ fn states_survive_the_journal() {
 
 #[test]
 fn advice_names_the_risk() {
-    let committed = SourceState::Committed { incarnation: incarnation(1), run: true, ran: false };
+    let committed = SourceState::Committed { incarnation: incarnation(1), run: true, has_run: false };
     let without = advise_source(&terms(None), &committed);
     let run_here = OperatorDecision::RunHere { force: false };
     let choice = without.choices.iter().find(|choice| choice.decision == run_here).unwrap();
@@ -209,13 +209,13 @@ fn advice_names_the_risk() {
 fn a_guest_that_has_run_there_is_never_run_here() {
     for registry in [None, Some(Epoch(3))] {
         let terms = terms(registry);
-        let committed = SourceState::Committed { incarnation: incarnation(1), run: true, ran: false };
+        let committed = SourceState::Committed { incarnation: incarnation(1), run: true, has_run: false };
         let reclaiming =
             SourceState::Reclaiming { incarnation: Some(incarnation(1)), run: true, force: true };
         for before in std::iter::once(committed).chain(registry.map(|_| reclaiming)) {
             let step = moved(source(&terms, &before, &SourceEvent::Incomplete { epoch: EPOCH }));
             let serving = step.to;
-            assert_eq!(serving, SourceState::Committed { incarnation: incarnation(1), run: true, ran: true });
+            assert_eq!(serving, SourceState::Committed { incarnation: incarnation(1), run: true, has_run: true });
             assert!(
                 matches!(&step.effects[0], SourceEffect::Journal { state, .. } if *state == serving),
                 "{:?}",
@@ -224,7 +224,7 @@ fn a_guest_that_has_run_there_is_never_run_here() {
             let choices = advise_source(&terms, &serving).choices;
             assert_eq!(
                 choices.iter().map(|choice| choice.decision).collect::<Vec<_>>(),
-                [OperatorDecision::RunElsewhere]
+                [OperatorDecision::DiscardCopy]
             );
             let owned = Ownership { epoch: EPOCH, owner: terms.source.clone(), offer: None, released: false };
             for event in [
@@ -252,7 +252,7 @@ fn a_guest_that_has_run_there_is_never_run_here() {
 fn every_advised_decision_is_legal() {
     for registry in [None, Some(Epoch(3))] {
         let terms = terms(registry);
-        let committed = SourceState::Committed { incarnation: incarnation(1), run: true, ran: false };
+        let committed = SourceState::Committed { incarnation: incarnation(1), run: true, has_run: false };
         let qemu_lost = SourceState::QemuLost { incarnation: None, run: true };
         let mut states = vec![committed, qemu_lost];
         if registry.is_some() {
@@ -269,8 +269,8 @@ fn every_advised_decision_is_legal() {
         let again = DestinationState::Starting { incarnation: incarnation(1), again: true };
         let mut states = vec![ready, again, DestinationState::QemuLost];
         if registry.is_some() {
-            let taking = DestinationState::Taking { incarnation: incarnation(1), run: true };
-            states.extend([taking, DestinationState::Refusing]);
+            let acquiring = DestinationState::Acquiring { incarnation: incarnation(1), run: true };
+            states.extend([acquiring, DestinationState::Refusing]);
         }
         for state in states {
             for choice in advise_destination(&terms, &state).choices {
@@ -294,7 +294,7 @@ fn a_registry_that_is_lost_leaves_a_way_out() {
     for (registry, expected) in [(Some(Epoch(3)), true), (None, false)] {
         let terms = terms(registry);
         let mut sources = vec![
-            SourceState::Committed { incarnation: one(), run: true, ran: false },
+            SourceState::Committed { incarnation: one(), run: true, has_run: false },
             SourceState::QemuLost { incarnation: None, run: true },
         ];
         let mut destinations = vec![
@@ -304,7 +304,7 @@ fn a_registry_that_is_lost_leaves_a_way_out() {
         if expected {
             let reclaiming = |force| SourceState::Reclaiming { incarnation: Some(one()), run: true, force };
             sources.extend([reclaiming(false), reclaiming(true)]);
-            destinations.push(DestinationState::Taking { incarnation: one(), run: true });
+            destinations.push(DestinationState::Acquiring { incarnation: one(), run: true });
             destinations.extend([DestinationState::Refusing, DestinationState::QemuLost]);
         }
         for state in sources {
@@ -329,18 +329,18 @@ fn a_rebooted_destination_discards_if_the_source_has_aborted() {
     let qemu_lost = DestinationState::QemuLost;
     let response = |verdict| DestinationEvent::SourceAnswered { epoch: EPOCH, verdict };
     let kept = moved(destination(&terms, &qemu_lost, &response(Verdict::Aborted)));
-    assert_eq!(kept.to, DestinationState::Discarded);
-    assert!(kept.effects.contains(&DestinationEffect::Discard));
+    assert_eq!(kept.to, DestinationState::CopyDestroyed);
+    assert!(kept.effects.contains(&DestinationEffect::DestroyCopy));
     // The copy may have run, and its disks may be the only valid ones: nothing is removed.
     let committed = Verdict::Committed { incarnation: incarnation(1), run: true };
     for (verdict, to) in [
         (Verdict::Undecided, DestinationState::QemuLost),
-        (committed, DestinationState::Crashed { ran: false }),
-        (Verdict::Returned, DestinationState::Crashed { ran: false }),
+        (committed, DestinationState::Crashed { has_run: false }),
+        (Verdict::Returned, DestinationState::Crashed { has_run: false }),
     ] {
         let transition = moved(destination(&terms, &qemu_lost, &response(verdict)));
         assert_eq!(transition.to, to);
-        assert!(!transition.effects.contains(&DestinationEffect::Discard));
+        assert!(!transition.effects.contains(&DestinationEffect::DestroyCopy));
     }
 }
 
@@ -382,13 +382,13 @@ fn a_third_host_in_the_registry_decides_nothing() {
     let response = RegistryAnswer::Record(Some(record));
     let states = [
         DestinationState::Ready { incarnation: incarnation(1), run: true },
-        DestinationState::Taking { incarnation: incarnation(1), run: true },
+        DestinationState::Acquiring { incarnation: incarnation(1), run: true },
         DestinationState::Starting { incarnation: incarnation(1), again: true },
     ];
     for state in states {
         let step = moved(destination(&terms, &state, &DestinationEvent::RegistryAnswered(response.clone())));
         assert_eq!(step.to, state);
-        assert!(!step.effects.contains(&DestinationEffect::Discard), "{step:?}");
+        assert!(!step.effects.contains(&DestinationEffect::DestroyCopy), "{step:?}");
     }
 }
 
@@ -398,8 +398,8 @@ fn an_older_attempt_s_end_does_not_stop_this_one() {
     let terms = terms(Some(Epoch(3)));
     let moved_on = Ownership { epoch: Epoch(5), owner: terms.source.clone(), offer: None, released: false };
     let response = RegistryAnswer::Record(Some(moved_on.clone()));
-    let taking = DestinationState::Taking { incarnation: incarnation(1), run: true };
-    let step = moved(destination(&terms, &taking, &DestinationEvent::RegistryAnswered(response)));
+    let acquiring = DestinationState::Acquiring { incarnation: incarnation(1), run: true };
+    let step = moved(destination(&terms, &acquiring, &DestinationEvent::RegistryAnswered(response)));
     let [DestinationEffect::Registry { request, .. }] = &step.effects[..] else { panic!("{step:?}") };
     let (reply, record) = apply(request, Some(&moved_on));
     assert_eq!(reply, RegistryReply::Set);
@@ -448,17 +448,17 @@ proptest! {
             DestinationState::Idle,
             DestinationState::Prepared,
             DestinationState::Ready { incarnation: one(), run: true },
-            DestinationState::Taking { incarnation: one(), run },
+            DestinationState::Acquiring { incarnation: one(), run },
             DestinationState::Starting { incarnation: one(), again: run },
             DestinationState::Active { incarnation: one() },
             DestinationState::Refusing,
             DestinationState::Refused,
-            DestinationState::Discarded,
+            DestinationState::CopyDestroyed,
             DestinationState::QemuLost,
-            DestinationState::Crashed { ran: run },
+            DestinationState::Crashed { has_run: run },
         ][state].clone();
         let step = destination(&terms, &state, &DestinationEvent::SourceAnswered { epoch: EPOCH, verdict });
-        if let Ok(Step::Moved(step)) = step {
+        if let Ok(Step::Transition(step)) = step {
             let cont = step.effects.contains(&DestinationEffect::Cont);
             prop_assert!(!cont, "no cont without the registry");
         }
@@ -483,7 +483,7 @@ fn an_operator_leaves_a_paused_guest_paused() {
             assert_eq!(matches!(step.to, DestinationState::Active { .. }), !run);
         }
         let step = decide(Some(Epoch(3)), run, here);
-        assert_eq!(step.to, DestinationState::Taking { incarnation: incarnation(1), run });
+        assert_eq!(step.to, DestinationState::Acquiring { incarnation: incarnation(1), run });
     }
 }
 

@@ -38,21 +38,21 @@ impl Policy for TargetPolicy {
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
         let expected_downtime_ns = at_the_last_rate(observed);
         let stop = Decision::StopAndCopy { expected_downtime_ns, pattern: None };
-        let is_last = observed.round >= self.goals.max_rounds;
-        if observed.round > 0 && expected_downtime_ns < self.goals.max_downtime_ns {
+        let is_last = observed.pass >= self.goals.max_passes;
+        if observed.pass > 0 && expected_downtime_ns < self.goals.max_downtime_ns {
             return stop;
         }
         match self.on_limit {
-            OnLimit::Stop if is_last && observed.round > 0 => stop,
-            OnLimit::PostCopy if is_last && observed.round > 0 => self.post_copy_start.decide(
+            OnLimit::Stop if is_last && observed.pass > 0 => stop,
+            OnLimit::PostCopy if is_last && observed.pass > 0 => self.post_copy_start.decide(
                 observed,
                 expected_downtime_ns,
                 &NO_FIXED_COST,
                 self.goals.max_downtime_ns,
             ),
-            OnLimit::Abort if is_last && observed.round > 0 => Decision::GiveUp {
+            OnLimit::Abort if is_last && observed.pass > 0 => Decision::GiveUp {
                 reason: GiveUp {
-                    limit: Limit::Rounds,
+                    limit: Limit::Passes,
                     expected_downtime_ns,
                     fixed_ns: 0,
                     max_downtime_ns: self.goals.max_downtime_ns,
@@ -80,7 +80,7 @@ pub struct RoundCountPolicy {
 
 impl RoundCountPolicy {
     /// Limit on the number of rounds.
-    pub const MAX_ROUNDS: u32 = 29;
+    pub const MAX_PASSES: u32 = 29;
     /// Limit on the pages sent, as a multiple of the memory.
     pub const MAX_MEMORY_MULTIPLE: u64 = 3;
     /// Number of remaining pages below which the guest is stopped.
@@ -97,13 +97,13 @@ impl Policy for RoundCountPolicy {
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
         let expected_downtime_ns = at_the_last_rate(observed);
         self.sent_pages = self.sent_pages.saturating_add(observed.pages_sent);
-        if observed.round <= 1 {
+        if observed.pass <= 1 {
             self.memory_pages = self.sent_pages;
         }
         let is_over = observed.dirty_pages < Self::FEW_PAGES
-            || observed.round >= Self::MAX_ROUNDS
+            || observed.pass >= Self::MAX_PASSES
             || self.sent_pages > self.memory_pages.saturating_mul(Self::MAX_MEMORY_MULTIPLE);
-        if observed.round > 0 && is_over {
+        if observed.pass > 0 && is_over {
             Decision::StopAndCopy { expected_downtime_ns, pattern: None }
         } else {
             Decision::NextRound {
@@ -132,9 +132,9 @@ mod tests {
     use super::*;
 
     /// A page takes a millisecond.
-    fn observed(round: u32, dirty_pages: u64, pages_sent: u64) -> RoundObservation {
+    fn observed(pass: u32, dirty_pages: u64, pages_sent: u64) -> RoundObservation {
         RoundObservation {
-            round,
+            pass,
             dirty_pages,
             pages_sent,
             bytes_sent: pages_sent * PAGE_BYTES,
@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn kvm_s_rule_is_the_allowed_downtime() {
-        let goals = PreCopyGoals { max_downtime_ns: 30_000_000, max_rounds: 10, ..PreCopyGoals::default() };
+        let goals = PreCopyGoals { max_downtime_ns: 30_000_000, max_passes: 10, ..PreCopyGoals::default() };
         let mut policy = TargetPolicy::new(goals, OnLimit::Abort);
         assert!(!stops(policy.decide(&observed(0, 0, 5))));
         assert!(!stops(policy.decide(&observed(1, 30, 1_000))));

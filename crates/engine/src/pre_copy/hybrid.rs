@@ -51,7 +51,7 @@ impl Policy for HybridPolicy {
         let pages_ns = self.forecast.pages_ns(observed);
         let fixed_ns = self.fixed.downtime_ns(0).saturating_add(observed.scan_ns.saturating_mul(2));
         let stop_ns = self.fixed.downtime_ns(pages_ns).saturating_add(observed.scan_ns.saturating_mul(2));
-        if observed.round < self.passes {
+        if observed.pass < self.passes {
             Decision::NextRound {
                 expected_downtime_ns: fixed_ns,
                 most_pages: None,
@@ -71,9 +71,9 @@ mod tests {
     use super::*;
 
     /// A round in which a page takes a microsecond; the estimated fixed part of a stop is 15 ms.
-    fn observed(round: u32, dirty_pages: u64) -> RoundObservation {
+    fn observed(pass: u32, dirty_pages: u64) -> RoundObservation {
         let (pages_sent, duration_ns) = (1_000_000, 1_000_000_000);
-        RoundObservation { round, dirty_pages, pages_sent, duration_ns, ..RoundObservation::default() }
+        RoundObservation { pass, dirty_pages, pages_sent, duration_ns, ..RoundObservation::default() }
     }
 
     #[test]
@@ -81,8 +81,8 @@ mod tests {
         for passes in [0, 1, 3] {
             for (dirty_pages, is_little) in [(100, true), (14_999, true), (15_001, false), (1 << 30, false)] {
                 let mut policy = HybridPolicy::new(PreCopyGoals::default(), passes, FixedCost::default());
-                for round in 0..passes {
-                    let next = policy.decide(&observed(round, dirty_pages));
+                for pass in 0..passes {
+                    let next = policy.decide(&observed(pass, dirty_pages));
                     assert!(matches!(next, Decision::NextRound { .. }), "{next:?}");
                 }
                 let last = policy.decide(&observed(passes, dirty_pages));

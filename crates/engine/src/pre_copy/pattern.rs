@@ -224,10 +224,10 @@ impl PatternPolicy {
 
     /// Returns true if a pass has left fewer dirty pages than the ones before; none if the pass has not ended.
     fn has_progressed(&mut self, observed: &RoundObservation) -> Option<bool> {
-        if observed.round == self.passes {
+        if observed.pass == self.passes {
             return None;
         }
-        self.passes = observed.round;
+        self.passes = observed.pass;
         // An eighth less is progress; less than that is noise.
         let is_less = self.fewest_dirty.is_none_or(|fewest| observed.dirty_pages < fewest - fewest / 8);
         if is_less {
@@ -268,7 +268,7 @@ impl Policy for PatternPolicy {
         if self.passes == 0 {
             self.link_bytes_per_s = self.link_bytes_per_s.max(observed.link_rate_bytes_per_s());
         }
-        if observed.round == 0 {
+        if observed.pass == 0 {
             return Decision::NextRound {
                 expected_downtime_ns,
                 most_pages: None,
@@ -285,7 +285,7 @@ impl Policy for PatternPolicy {
         let progress = self.has_progressed(observed);
         let pattern = self.scans.recognise(observed, interval_ns, &sampling);
 
-        let is_last = observed.round >= self.goals.max_rounds;
+        let is_last = observed.pass >= self.goals.max_passes;
         let is_worth_it = !is_last
             && progress != Some(false)
             && gain_ns(observed, pages_ns) >= (expected_downtime_ns / MIN_GAIN_DIVISOR).max(1);
@@ -301,7 +301,7 @@ impl Policy for PatternPolicy {
             || self.stuck_rounds < self.patience_rounds
             || self.stuck_ns / u64::from(self.patience_rounds.max(1)) < pages_ns;
         let limit = if is_last {
-            Some(Limit::Rounds)
+            Some(Limit::Passes)
         } else {
             (is_stuck && !has_patience).then_some(Limit::NotShrinking)
         };

@@ -293,7 +293,7 @@ impl SlaPolicy {
 
 /// Removes the limit of rounds.
 fn without_round_limit(goals: PreCopyGoals) -> PreCopyGoals {
-    PreCopyGoals { max_rounds: u32::MAX, ..goals }
+    PreCopyGoals { max_passes: u32::MAX, ..goals }
 }
 
 impl Policy for SlaPolicy {
@@ -306,7 +306,7 @@ impl Policy for SlaPolicy {
         self.rounds.throttle_changed(change);
         // Two consecutive scans have to be of the same guest.
         (self.is_throttled, self.proposed) = (change == ThrottleChange::Slower, None);
-        if change == ThrottleChange::ForGood {
+        if change == ThrottleChange::Unavailable {
             self.ways.slow_down = false;
             self.way = self.way.filter(|way| *way != MigrationStrategy::SlowedDown);
         }
@@ -321,7 +321,7 @@ impl Policy for SlaPolicy {
         let give_up = |limit| Decision::GiveUp {
             reason: GiveUp { limit, expected_downtime_ns, fixed_ns, max_downtime_ns },
         };
-        if observed.round == 0 {
+        if observed.pass == 0 {
             // Nothing after this pass would be in time.
             let is_over = self.on_limit == OnLimit::Abort && observed.elapsed_ns > self.max_total_ns();
             return if is_over { give_up(Limit::Total) } else { decision };
@@ -369,15 +369,15 @@ impl Policy for SlaPolicy {
             }
         }
         (self.way, self.outlook) = (Some(outlook.chosen), Some(outlook));
-        let is_last_round = observed.round >= self.goals.max_rounds;
-        if !is_last_round && (outlook.is_feasible || !is_last_moment) {
+        let is_last_pass = observed.pass >= self.goals.max_passes;
+        if !is_last_pass && (outlook.is_feasible || !is_last_moment) {
             return slow(outlook.chosen);
         }
         match (self.on_limit, kept_by_disks) {
             (OnLimit::Stop, _) => stop,
             (_, Some(gave_up)) => gave_up,
             (OnLimit::PostCopy, None) => self.start_post_copy(observed, pages_ns),
-            (OnLimit::Abort, None) => give_up(if is_last_round { Limit::Rounds } else { Limit::Total }),
+            (OnLimit::Abort, None) => give_up(if is_last_pass { Limit::Passes } else { Limit::Total }),
         }
     }
 }

@@ -3,13 +3,13 @@ use super::*;
 mod generated;
 
 pub(super) fn observation(
-    round: u32,
+    pass: u32,
     dirty_pages: u64,
     pages_sent: u64,
     duration_ms: u64,
 ) -> RoundObservation {
     RoundObservation {
-        round,
+        pass,
         dirty_pages,
         full_pages: dirty_pages,
         pages_sent,
@@ -31,9 +31,9 @@ fn free() -> FixedCost {
     FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0, continue_ns: 0 }
 }
 
-pub(super) fn policy(max_downtime_ms: u64, max_rounds: u32, on_limit: OnLimit) -> PatternPolicy {
+pub(super) fn policy(max_downtime_ms: u64, max_passes: u32, on_limit: OnLimit) -> PatternPolicy {
     PatternPolicy::new(
-        PreCopyGoals { max_downtime_ns: max_downtime_ms * 1_000_000, max_rounds, ..PreCopyGoals::default() },
+        PreCopyGoals { max_downtime_ns: max_downtime_ms * 1_000_000, max_passes, ..PreCopyGoals::default() },
         on_limit,
         free(),
     )
@@ -129,8 +129,8 @@ fn agrees_with_kvm_s_rule_at_a_steady_rate() {
 
 /// Returns the number of rounds until the stop, and the expected downtime, where 10 pages are sent and `dirty_per_ms`
 /// are written in a millisecond.
-fn rounds_and_expected(fixed: FixedCost, max_rounds: u32, dirty_per_ms: u64) -> (u32, u64) {
-    let goals = PreCopyGoals { max_downtime_ns: 300_000_000, max_rounds, ..PreCopyGoals::default() };
+fn rounds_and_expected(fixed: FixedCost, max_passes: u32, dirty_per_ms: u64) -> (u32, u64) {
+    let goals = PreCopyGoals { max_downtime_ns: 300_000_000, max_passes, ..PreCopyGoals::default() };
     let mut policy = PatternPolicy::new(goals, OnLimit::Abort, fixed);
     let (mut n, mut left) = (1, 10_000);
     loop {
@@ -234,7 +234,7 @@ fn limits() {
     let last = observation(3, 10_000, 1000, 100);
     assert!(matches!(stop.decide(&last), Decision::StopAndCopy { expected_downtime_ns: 1_000_000_000, .. }));
     let Decision::GiveUp { reason } = abort.decide(&last) else { panic!("no limit") };
-    assert_eq!(reason.limit, Limit::Rounds);
+    assert_eq!(reason.limit, Limit::Passes);
     assert!(
         reason
             .to_string()
@@ -262,7 +262,7 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
     let mut policy = TracedStopPolicy::new(policy(1, 100, OnLimit::Abort));
     let observed = |n| observation(n, 1000, 10_000, 100);
     assert!(matches!(policy.decide(&observed(1)), Decision::NextRound { .. }));
-    let goals = PreCopyGoals { max_downtime_ns: 10_000_000, max_rounds: 100, ..PreCopyGoals::default() };
+    let goals = PreCopyGoals { max_downtime_ns: 10_000_000, max_passes: 100, ..PreCopyGoals::default() };
     policy.set_goals(goals);
     policy.set_goals(goals);
     assert!(matches!(policy.decide(&observed(2)), Decision::StopAndCopy { .. }));
@@ -275,7 +275,7 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
 /// All policies make the same decisions in a replay, whatever they observe.
 #[test]
 fn every_policy_can_be_replayed() {
-    let goals = PreCopyGoals { max_downtime_ns: 30_000_000, max_rounds: 5, ..PreCopyGoals::default() };
+    let goals = PreCopyGoals { max_downtime_ns: 30_000_000, max_passes: 5, ..PreCopyGoals::default() };
     let ways = AvailableStrategies { slow_down: true, post_copy: true };
     let policies: [AnyPolicy; 5] = [
         HybridPolicy::new(goals, 4, free()).into(),

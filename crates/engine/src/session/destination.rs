@@ -154,7 +154,7 @@ impl DestinationSession {
                 DestinationRepetition::Nothing
             };
         }
-        if self.core.contact.check_lost(limits.reclaim_after, now) {
+        if self.core.contact.take_contact_loss(limits.reclaim_after, now) {
             return DestinationRepetition::Feed(DestinationEvent::ContactLostForGood);
         }
         DestinationRepetition::Feed(DestinationEvent::Repeat)
@@ -182,8 +182,8 @@ impl DestinationSession {
 
     /// Returns true if `state` is entered although the journal did not accept its entry: an agent that is started anew
     /// discards a copy that was only PREPARED.
-    pub fn is_entered_without_entry(state: &DestinationState) -> bool {
-        matches!(state, DestinationState::Discarded)
+    pub fn is_entered_unjournalled(state: &DestinationState) -> bool {
+        matches!(state, DestinationState::CopyDestroyed)
     }
 
     /// Records that QEMU did not answer `cont`, so that it is not known whether the guest ran: QEMU is looked for as
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(session.next_step(time(200)), DriverStep::Handle(DestinationEvent::QemuDied));
         assert_eq!(session.next_step(time(99)), DriverStep::Wait(time(100)));
         assert_eq!(session.next_step(time(100)), DriverStep::Repeat);
-        session.enter(DestinationState::Discarded);
+        session.enter(DestinationState::CopyDestroyed);
         assert_eq!(session.next_step(time(100)), DriverStep::End);
     }
 

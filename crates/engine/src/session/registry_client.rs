@@ -27,7 +27,7 @@ impl RegistryClient {
     }
 
     /// Records the answer, and returns the time for which the registry has not answered.
-    pub fn silence(&mut self, answer: &RegistryAnswer, now: Time) -> Duration {
+    pub fn record_answer(&mut self, answer: &RegistryAnswer, now: Time) -> Duration {
         if matches!(answer, RegistryAnswer::Record(_)) {
             self.silent_since = None;
             return Duration::ZERO;
@@ -66,7 +66,7 @@ mod tests {
         let mut client = RegistryClient::default();
         let mut silence_s = |answer, at_s| {
             let now = Time::since_origin(Duration::from_secs(at_s));
-            client.silence(&answer, now).as_secs()
+            client.record_answer(&answer, now).as_secs()
         };
         assert_eq!(silence_s(RegistryAnswer::Unreachable, 3), 0);
         assert_eq!(silence_s(RegistryAnswer::Unknown, 5), 2);

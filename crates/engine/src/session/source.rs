@@ -39,7 +39,7 @@ pub struct SourceSession {
     core: SessionCore<SourceState, SourceEvent>,
     has_failed_effects: bool,
     unjournalled: Option<SourceState>,
-    may_have_all: bool,
+    destination_may_be_complete: bool,
 }
 
 /// Content of a source's repetition.
@@ -58,7 +58,7 @@ impl SourceSession {
             core: SessionCore::new(state),
             has_failed_effects: false,
             unjournalled: None,
-            may_have_all: false,
+            destination_may_be_complete: false,
         }
     }
 
@@ -84,8 +84,8 @@ impl SourceSession {
 
     /// Records whether the destination may have all that it needs without this host: the source has sent HELD, and no
     /// pages follow by post-copy.
-    pub fn set_may_have_all(&mut self, may_have_all: bool) {
-        self.may_have_all = may_have_all;
+    pub fn set_destination_may_be_complete(&mut self, destination_may_be_complete: bool) {
+        self.destination_may_be_complete = destination_may_be_complete;
     }
 
     /// Begins the steps: contact counts from now on, and the first repetition comes after `retry`.
@@ -108,7 +108,7 @@ impl SourceSession {
 
     /// Returns the content of a repetition. Contact is lost for good after `reclaim_after` without a sign of life.
     pub fn repetition(&mut self, now: Time, reclaim_after: Duration) -> SourceRepetition {
-        if self.core.contact.check_lost(reclaim_after, now) {
+        if self.core.contact.take_contact_loss(reclaim_after, now) {
             SourceRepetition::Feed(SourceEvent::ContactLostForGood)
         } else if std::mem::take(&mut self.has_failed_effects) {
             // As after a restart: QEMU is frozen before GO is sent.
@@ -133,7 +133,7 @@ impl SourceSession {
 
     /// Returns true if the guest is gone at the source, and the destination cannot have all of its state either.
     fn is_lost_everywhere(&self) -> bool {
-        matches!(self.core.state, SourceState::QemuLost { incarnation: None, .. }) && !self.may_have_all
+        matches!(self.core.state, SourceState::QemuLost { incarnation: None, .. }) && !self.destination_may_be_complete
     }
 
     /// Returns true if the guest is to run after the handover; false if its user had paused it.
@@ -270,7 +270,7 @@ mod tests {
         let mut session = session(lost);
         assert_eq!(session.after_phases(), Some(SourceEvent::Failed));
         assert_eq!(session.after_restart(), Some(SourceEvent::Failed));
-        session.set_may_have_all(true);
+        session.set_destination_may_be_complete(true);
         assert_eq!(session.after_phases(), None);
         assert_eq!(session.after_restart(), None);
         // The engine decides from `Restarted` itself that a guest which was stopped continues.

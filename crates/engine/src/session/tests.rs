@@ -20,9 +20,9 @@ fn time_does_not_overflow() {
 fn contact_is_lost_once_whenever_the_patience_has_passed() {
     let mut contact = Contact::default();
     contact.record(time(10));
-    let mut lost = |at| contact.check_lost(ms(5), time(at));
+    let mut lost = |at| contact.take_contact_loss(ms(5), time(at));
     assert_eq!([14, 15, 16, 19, 20].map(&mut lost), [false, true, false, false, true]);
     contact.record(time(22));
     assert_eq!(contact.silence(time(24)), ms(2));
-    assert!(!contact.check_lost(ms(5), time(26)));
+    assert!(!contact.take_contact_loss(ms(5), time(26)));
 }

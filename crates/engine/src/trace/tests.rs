@@ -199,7 +199,7 @@ fn a_reset_is_replayed() {
 #[test]
 fn a_changed_decision_is_reported() {
     let looks =
-        |n| PolicyEvent::Round { observed: RoundObservation { round: n, ..RoundObservation::default() } };
+        |n| PolicyEvent::Round { observed: RoundObservation { pass: n, ..RoundObservation::default() } };
     let seen = vec![
         PolicyEvent::Goals(PreCopyGoals::default()),
         looks(0),

@@ -442,7 +442,7 @@ impl Trouble {
             Self::DestinationWaitsForRegister => {
                 if matches!(
                     world.destination.state(),
-                    DestinationState::Taking { .. }
+                    DestinationState::Acquiring { .. }
                         | DestinationState::Refusing
                         | DestinationState::QemuLost
                         | DestinationState::Starting { again: true, .. }

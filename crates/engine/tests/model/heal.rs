@@ -110,7 +110,7 @@ pub(crate) fn one_runs(rules: &Rules, world: &World) -> bool {
         _ if !crashed => over(&healed) && one,
         _ => {
             let operator = matches!(healed.source.state(), SourceState::Committed { .. })
-                && *healed.destination.state() == DestinationState::Crashed { ran: false };
+                && *healed.destination.state() == DestinationState::Crashed { has_run: false };
             over(&healed) || operator || waits_for_ever(&healed)
         }
     }
@@ -132,7 +132,7 @@ pub(crate) fn last_copy(rules: &Rules, world: &World) -> bool {
     let whole = world.destination_qemu == Qemu::Paused
         && matches!(
             world.destination.state(),
-            DestinationState::Ready { .. } | DestinationState::Taking { .. }
+            DestinationState::Ready { .. } | DestinationState::Acquiring { .. }
         )
         && world.destination.life != Life::Gone
         && world.same_attempt()

@@ -227,14 +227,14 @@ fn take(name: impl Fn() -> String) {
 const NOTED: Rules = Rules {
     source: |terms, state, event| {
         let step = source(terms, state, event);
-        if let Ok(Step::Moved(moved)) = &step {
+        if let Ok(Step::Transition(moved)) = &step {
             take(|| moved.name(Role::Source, state.name(), event.name()));
         }
         step
     },
     destination: |terms, state, event| {
         let step = destination(terms, state, event);
-        if let Ok(Step::Moved(moved)) = &step {
+        if let Ok(Step::Transition(moved)) = &step {
             take(|| moved.name(Role::Destination, state.name(), event.name()));
         }
         step
@@ -269,7 +269,7 @@ fn the_model_takes_the_table() {
     let all = table::transitions();
     let missed: Vec<_> = all.iter().filter(|transition| !taken.contains(&transition.name())).collect();
     println!("{} of {} transitions taken", all.len() - missed.len(), all.len());
-    let explains = |(part, why): &(&str, &str), transition: &table::Transition| {
+    let explains = |(part, why): &(&str, &str), transition: &table::TransitionRow| {
         transition.name().contains(part) && (*why != DOES_NOTHING || transition.effects.is_empty())
     };
     let unexplained: Vec<_> = missed
@@ -285,7 +285,7 @@ fn the_model_takes_the_table() {
     // The kill matrix uses this list: a transition that it leaves to the model has to be in it.
     let text: String = all
         .iter()
-        .map(table::Transition::name)
+        .map(table::TransitionRow::name)
         .filter(|name| taken.contains(name))
         .fold(TAKEN_IS.to_owned(), |text, name| text + &name + "\n");
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/model/taken.txt");

@@ -3,7 +3,7 @@
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use engine::handover::registry::RegistryAnswer;
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
-use engine::handover::{Illegal, MigrationTerms, Move, QemuAtStart, Step};
+use engine::handover::{Illegal, MigrationTerms, Transition, QemuAtStart, Step};
 use engine::session::{DestinationSession, SourceSession};
 use proto::message::Verdict;
 
@@ -45,7 +45,7 @@ pub(crate) const CORRECT: Rules = Rules {
 
 #[allow(clippy::unnecessary_wraps, reason = "stands in for a function that can fail")]
 fn to<S, E>(to: S, effects: Vec<E>) -> Result<Step<S, E>, Illegal> {
-    Ok(Step::Moved(Move { to, guards: vec![], effects }))
+    Ok(Step::Transition(Transition { to, guards: vec![], effects }))
 }
 
 /// Changes the effects of one transition.
@@ -54,9 +54,9 @@ fn change<S, E>(
     change: impl Fn(&mut Vec<E>),
 ) -> Result<Step<S, E>, Illegal> {
     step.map(|step| match step {
-        Step::Moved(mut moved) => {
+        Step::Transition(mut moved) => {
             change(&mut moved.effects);
-            Step::Moved(moved)
+            Step::Transition(moved)
         }
         ignored @ Step::Ignored(_) => ignored,
     })
@@ -82,7 +82,7 @@ pub(crate) fn source_continues_after_committed(
             SourceState::Aborting,
             vec![
                 SourceEffect::Journal { state: SourceState::Aborting, durable: true },
-                SourceEffect::ReleaseQemu,
+                SourceEffect::ThawQemu,
                 SourceEffect::ContinueVm,
             ],
         ),
@@ -155,7 +155,7 @@ pub(crate) fn source_reclaims_without_winning(
             SourceState::Returning,
             vec![
                 SourceEffect::Journal { state: SourceState::Returning, durable: true },
-                SourceEffect::ReleaseQemu,
+                SourceEffect::ThawQemu,
                 SourceEffect::ContinueVm,
             ],
         ),
@@ -189,7 +189,7 @@ pub(crate) fn source_aborts_when_restarted(
     match (state, event) {
         (SourceState::Committed { run, .. }, SourceEvent::Restarted(_)) => {
             let step = source(terms, &SourceState::Stopped { run: *run }, event);
-            change(step, |effects| effects.insert(1, SourceEffect::ReleaseQemu))
+            change(step, |effects| effects.insert(1, SourceEffect::ThawQemu))
         }
         _ => source(terms, state, event),
     }
@@ -203,10 +203,10 @@ pub(crate) fn destination_discards_in_doubt(
 ) -> DestinationStep {
     match (state, event) {
         (DestinationState::Ready { .. }, DestinationEvent::PeerLost) => to(
-            DestinationState::Discarded,
+            DestinationState::CopyDestroyed,
             vec![
-                DestinationEffect::Journal { state: DestinationState::Discarded, durable: false },
-                DestinationEffect::Discard,
+                DestinationEffect::Journal { state: DestinationState::CopyDestroyed, durable: false },
+                DestinationEffect::DestroyCopy,
             ],
         ),
         _ => destination(terms, state, event),
@@ -296,7 +296,7 @@ pub(crate) fn destination_refuses_and_keeps(
     event: &DestinationEvent,
 ) -> DestinationStep {
     match (state, event) {
-        (DestinationState::Taking { incarnation, .. }, DestinationEvent::QemuDied) => {
+        (DestinationState::Acquiring { incarnation, .. }, DestinationEvent::QemuDied) => {
             let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
             destination(terms, &ready, event)
         }
@@ -376,7 +376,7 @@ pub(crate) fn destination_runs_a_refused_copy(
 ) -> DestinationStep {
     match (state, event) {
         (
-            DestinationState::Refused | DestinationState::Discarded,
+            DestinationState::Refused | DestinationState::CopyDestroyed,
             DestinationEvent::Go { incarnation, .. },
         ) => {
             let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
@@ -394,7 +394,7 @@ pub(crate) fn destination_knows_preflight_only(
 ) -> DestinationStep {
     match (state, event) {
         (
-            DestinationState::Taking { .. },
+            DestinationState::Acquiring { .. },
             DestinationEvent::RegistryAnswered(RegistryAnswer::Record(Some(record))),
         ) if record.epoch < terms.epoch() && Some(record.epoch) != terms.registry => {
             destination(terms, state, &DestinationEvent::RegistryAnswered(RegistryAnswer::Unreachable))

@@ -56,7 +56,7 @@ pub(crate) fn apply_override(rules: &Rules, world: &mut World, side: Side, decis
     let waits = match side {
         Side::Source => matches!(world.source.state(), SourceState::Reclaiming { .. }),
         Side::Destination => match world.destination.state() {
-            DestinationState::Taking { .. } | DestinationState::Refusing | DestinationState::QemuLost => true,
+            DestinationState::Acquiring { .. } | DestinationState::Refusing | DestinationState::QemuLost => true,
             DestinationState::Starting { .. } => {
                 !world.destination_cont && world.destination_qemu == Qemu::Paused
             }
@@ -95,7 +95,7 @@ fn finds_a_source_that_waits_for_a_registry_that_is_lost() {
 fn finds_a_destination_that_waits_for_a_registry_that_is_lost() {
     let waits: fn(&_, &_, &_) -> DestinationStep = |terms, state, event| match (state, event) {
         (
-            DestinationState::Taking { .. },
+            DestinationState::Acquiring { .. },
             DestinationEvent::OperatorDecided(OperatorDecision::WithoutRegistry { .. }),
         ) => destination(terms, state, &DestinationEvent::Cancel),
         _ => destination(terms, state, event),

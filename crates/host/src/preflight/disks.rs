@@ -55,7 +55,7 @@ pub fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result<Vec<Pr
         bytes: disk.bytes.unwrap_or_default(),
         allocated_bytes: disk.used_bytes.or(disk.bytes).unwrap_or_default(),
         wanted: request.disk.get(&disk.name).copied().unwrap_or(request.disks),
-        drop_snapshots: request.leave_snapshots,
+        drop_snapshots: request.drop_snapshots,
     };
     // Two devices on one node are one disk, which both name by the node.
     let mut seen = BTreeSet::new();

@@ -73,7 +73,7 @@ impl Trial {
         let look = |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.check_started(qmp, blocks, pid);
         let started = ArrivingVm::start(artifacts.clone(), &launch, &blocks, patience, look);
         let findings = started.map(|(vm, findings)| {
-            vm.discard();
+            vm.destroy();
             findings
         });
         artifacts.remove();

@@ -14,7 +14,7 @@ use block::image::ImageError;
 use block::nbd::NbdError;
 use block::reading::ImageReader;
 use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, TEMPLATE_PAGES};
-use proto::message::{Message, NamedRun};
+use proto::message::{Message, HashedRun};
 use tracing::{info, warn};
 
 use super::catalogue::{Catalogue, MAX_ADVERTISED_PAGES, PageRun};
@@ -185,13 +185,13 @@ fn known(
 }
 
 /// Adds a page to the last run, or begins another.
-fn add(runs: &mut Vec<NamedRun>, page: u64, hash: ContentHash) {
+fn add(runs: &mut Vec<HashedRun>, page: u64, hash: ContentHash) {
     let digits = to_hex(hash);
     match runs.last_mut() {
-        Some(last) if last.first_page + (last.names.len() / digits.len()) as u64 == page => {
-            last.names.push_str(&digits);
+        Some(last) if last.first_page + (last.hashes.len() / digits.len()) as u64 == page => {
+            last.hashes.push_str(&digits);
         }
-        _ => runs.push(NamedRun { first_page: page, names: digits }),
+        _ => runs.push(HashedRun { first_page: page, hashes: digits }),
     }
 }
 

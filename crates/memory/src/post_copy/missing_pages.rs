@@ -45,7 +45,7 @@ pub struct MissingPages<P> {
     /// True if another agent began this post-copy phase.
     is_taken_over: bool,
     /// The first page that was found present although it was missing.
-    untrusted: OnceLock<PageRequest>,
+    unexpected_page: OnceLock<PageRequest>,
     /// Callback for the arrival of the last page, and for the first page that was found present.
     notify: Box<dyn Fn() + Send + Sync>,
 }
@@ -67,7 +67,7 @@ struct Pages {
 impl<P: Placer> MissingPages<P> {
     /// Creates the set of missing pages of each block; none of them is present. All others are present, or are zeros.
     /// `notify` is called on the thread that placed the last missing page, but not if no page was missing; and when
-    /// [`Self::untrusted`] is known.
+    /// [`Self::unexpected_page`] is known.
     pub fn new(
         placer: P,
         regions: Vec<RamRegion>,
@@ -80,8 +80,8 @@ impl<P: Placer> MissingPages<P> {
             MissingBlock { region, places_zeros: true, pages: Mutex::new(Pages { missing, requested }) }
         });
         let (blocks, count) = (blocks.collect(), AtomicU64::new(count));
-        let (untrusted, notify) = (OnceLock::new(), Box::new(notify));
-        Self { placer, blocks, count, file: None, is_taken_over: false, untrusted, notify }
+        let (unexpected_page, notify) = (OnceLock::new(), Box::new(notify));
+        Self { placer, blocks, count, file: None, is_taken_over: false, unexpected_page, notify }
     }
 
     /// Records the missing pages in the file as well, which has to hold the same set now.
@@ -153,8 +153,8 @@ impl<P: Placer> MissingPages<P> {
 
     /// Returns the first page that was found present although it was missing, written by an unknown party: this page or
     /// one of those that arrived with it. It stays as it is and is no longer waited for, but its content is wrong.
-    pub fn untrusted(&self) -> Option<PageRequest> {
-        self.untrusted.get().copied()
+    pub fn unexpected_page(&self) -> Option<PageRequest> {
+        self.unexpected_page.get().copied()
     }
 
     /// Checks how many of these pages, all of which were missing, the placer found missing.
@@ -166,7 +166,7 @@ impl<P: Placer> MissingPages<P> {
         let (name, there) = (&self.blocks[block].region.name, pages.end - pages.start - missing);
         warn!(block = name, first = pages.start, there, "a missing page was present before it arrived");
         let first = PageRequest { block: block as u16, page: pages.start };
-        if self.untrusted.set(first).is_ok() {
+        if self.unexpected_page.set(first).is_ok() {
             (self.notify)();
         }
     }

@@ -76,7 +76,7 @@ fn pages_that_were_holes_meanwhile_are_sent_in_full() {
 
 /// Different pieces with the same mark: the destination refuses the page, and receives it in full.
 #[test]
-fn what_is_mistaken_is_found_out() {
+fn wrong_deltas_are_refused() {
     let (pair, owed, deltas) = sent_once(ALL, 0);
     (0..PAGES).for_each(|page| pair.source.0[0].guest_writes(page, page, 8));
     let before = pair.destination.0[0].contents(5);

@@ -24,7 +24,7 @@ impl DestinationDriver {
             .filter(|reason| !reason.is_empty())
             .map_or_else(String::new, |reason| format!(": {reason}"));
         let text = match report {
-            DestinationReport::Discarded => {
+            DestinationReport::CopyDestroyed => {
                 format!("the migration ended before the VM was complete, and nothing is left here{why}")
             }
             DestinationReport::SourceKept => format!("{from} keeps the VM; nothing is left here"),
@@ -70,7 +70,7 @@ impl DestinationDriver {
             report,
             DestinationReport::Incomplete | DestinationReport::SourceNeeded | DestinationReport::Active
         );
-        let text = match self.untrusted_message().filter(|_| is_here) {
+        let text = match self.unexpected_page_message().filter(|_| is_here) {
             Some(notice) => format!("{text}; it was stopped: {notice}"),
             None => text,
         };
@@ -138,7 +138,7 @@ impl DestinationDriver {
         if matches!(self.session.state(), DestinationState::Crashed { .. }) {
             let log = self.resources.vm.as_ref().map(|vm| qemu::process::log_tail(&vm.artifacts.log()));
             warn!(migration = %self.terms.migration, log, "last messages of its QEMU");
-            self.discard();
+            self.destroy_copy();
         }
         let active = matches!(self.session.state(), DestinationState::Active { .. });
         if active {

@@ -83,7 +83,7 @@ impl DestinationDriver {
                 Ok(no_post_copy)
             }
             Err(error) => {
-                vm.discard();
+                vm.destroy();
                 Err(error)
             }
         }
@@ -140,7 +140,7 @@ impl DestinationDriver {
                 continue;
             }
             self.publish_missing_pages();
-            self.check_untrusted_page();
+            self.check_unexpected_page();
             self.finish_post_copy_if_complete();
             match self.session.next_step(now) {
                 DriverStep::Handle(event) => self.take(&event),
@@ -166,7 +166,7 @@ impl DestinationDriver {
         match notice {
             DestinationNotice::Event(event) => {
                 if let DestinationEvent::RegistryAnswered(answer) = &event {
-                    let silence = self.questions.registry.silence(answer, self.clock.now());
+                    let silence = self.questions.registry.record_answer(answer, self.clock.now());
                     if let Some(request) = self.questions.registry.answered() {
                         self.send_to_registry(request);
                     }

@@ -270,8 +270,8 @@ impl DestinationDriver {
     pub(super) fn enter_ready(&mut self, run: bool) {
         let is_loaded = self.resources.vm.is_some() && self.reporter.loaded.is_some();
         let has_missing_pages = self.resources.stage.missing().is_some();
-        let held = DestinationSession::admit_held(is_loaded, has_missing_pages, run);
-        let vm = match (held, self.resources.vm.as_mut()) {
+        let admitted = DestinationSession::admit_frozen(is_loaded, has_missing_pages, run);
+        let vm = match (admitted, self.resources.vm.as_mut()) {
             (Ok(()), Some(vm)) => vm,
             (Err(NotReady::NotLoaded), _) | (Ok(()), None) => {
                 return self.fail("the source is held before all pages have arrived");

@@ -109,7 +109,7 @@ impl PostCopyReceiver {
             descriptor: there,
             file: vm.artifacts.directory.join("missing-pages"),
             regions: kept.collect(),
-            untrusted: None,
+            unexpected_page: None,
         };
         let file = MissingPagesFile::create(&record.file, &missing)?;
         keep(&record)?;
@@ -174,7 +174,7 @@ impl PostCopyReceiver {
         let pages = Arc::new(MissingPages::new(placer, vec![region], vec![PageSet::full(4096)], || ()));
         let requests = PageRequests::begin(Arc::clone(&pages)).unwrap();
         let file = std::path::PathBuf::from("/nonexistent");
-        let record = MissingPagesRecord { descriptor: -1, file, regions: Vec::new(), untrusted: None };
+        let record = MissingPagesRecord { descriptor: -1, file, regions: Vec::new(), unexpected_page: None };
         Self { pages, record, requests, mailbox: mailbox.clone() }
     }
 
@@ -184,8 +184,8 @@ impl PostCopyReceiver {
     }
 
     /// Returns a page that was present although it was still to arrive.
-    pub(super) fn untrusted(&self) -> Option<PageRequest> {
-        self.pages.untrusted()
+    pub(super) fn unexpected_page(&self) -> Option<PageRequest> {
+        self.pages.unexpected_page()
     }
 
     /// Returns the blocks into which pages are received.

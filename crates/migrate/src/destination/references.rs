@@ -16,7 +16,7 @@ use host::{ArrivingVm, Context};
 
 impl DestinationDriver {
     /// Answers the source's query for pages among this host's templates.
-    pub(super) fn query_templates(&mut self, names: Vec<String>) {
+    pub(super) fn query_templates(&mut self, hashes: Vec<String>) {
         let Some(pages) = self.resources.stage.pages() else {
             return self.fail("nothing is being received");
         };
@@ -26,7 +26,7 @@ impl DestinationDriver {
         }
         let (context, mailbox) = (Arc::clone(&self.context), self.inbox.mailbox());
         let choose = move || {
-            for message in advertised.choose(&context.templates, &names) {
+            for message in advertised.choose(&context.templates, &hashes) {
                 if !mailbox.put(DestinationNotice::Reply(Box::new(message))) {
                     return;
                 }

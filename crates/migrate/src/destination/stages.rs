@@ -121,7 +121,7 @@ pub(super) enum ArrivalStage {
     /// [`Idle`](Self::Idle), it is not reported yet that post-copy is complete.
     FoundComplete,
     /// The copy is discarded; this is what the participants could not remove from this host.
-    Discarded(Vec<Leftover>),
+    CopyDestroyed(Vec<Leftover>),
 }
 
 impl ArrivalStage {

@@ -36,7 +36,7 @@ impl SourceDriver {
 
     pub(super) fn report_to_user(&mut self, report: SourceReport) {
         let is_needed = self.resources.stage.server().is_some()
-            || matches!(self.session.state(), SourceState::Committed { ran: true, .. });
+            || matches!(self.session.state(), SourceState::Committed { has_run: true, .. });
         let is_lost = is_needed && !self.resources.vm.as_ref().is_some_and(SourceVm::is_alive);
         let report = reports::with_lost_memory(report, is_lost);
         let shutdown = || self.resources.vm.as_mut().and_then(SourceVm::shutdown_reason);
@@ -61,11 +61,11 @@ impl SourceDriver {
         self.finish_undoing();
         let standing = match self.session.state() {
             SourceState::Done { .. } => Standing::Done,
-            _ if self.reporter.reports.outcome() == Some(Outcome::Ended) => Standing::Ended,
+            _ if self.reporter.reports.outcome() == Some(Outcome::VmEnded) => Standing::VmEnded,
             _ => Standing::Failed,
         };
         if let SourceState::Done { run, .. } = *self.session.state() {
-            let word = if run && !self.reporter.has_untrusted_page { "running" } else { "paused" };
+            let word = if run && !self.reporter.has_unexpected_page { "running" } else { "paused" };
             self.controls.report(|report| report.run_state_after = Some(word.to_owned()));
         }
         if let Some(vm) = &mut self.resources.vm {
@@ -79,13 +79,13 @@ impl SourceDriver {
         });
         let reason = self.telemetry.now().message;
         let (sent, received) = self.telemetry.counted();
-        let untrusted = self.reporter.has_untrusted_page;
+        let has_unexpected_page = self.reporter.has_unexpected_page;
         let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.reporter.cpu.map(CpuTime::used_us));
         self.controls.report(|report| {
             report.sent_bytes = sent;
             report.received_bytes = received;
             report.source.agent_cpu_us = cpu_us;
-            report.end(outcome, reason.filter(|_| outcome != Outcome::Moved || untrusted), total_us);
+            report.end(outcome, reason.filter(|_| outcome != Outcome::Moved || has_unexpected_page), total_us);
         });
         self.record_report();
         if standing == Standing::Done && self.await_last_messages() {
@@ -155,7 +155,7 @@ impl SourceDriver {
         if standing == Standing::Done {
             journal.remove_vm(&id.vm)?;
         }
-        if standing == Standing::Ended && *self.session.state() != SourceState::Idle {
+        if standing == Standing::VmEnded && *self.session.state() != SourceState::Idle {
             let details = serde_json::json!(SourceDetails {
                 vm_ended: true,
                 ..SourceDetails::of(&self.context, None, true)

@@ -78,7 +78,7 @@ impl SourceDriver {
     /// its guest. Unless this host was rebooted, the journal has COMMITTED if it was ever written.
     pub fn found_gone(&mut self, found: QemuAtStart, details: Option<&SourceDetails>) -> QemuAtStart {
         let has_no_remaining_pages = details.is_none_or(|details| details.post_copied_regions.is_none());
-        self.session.set_may_have_all(found != QemuAtStart::Gone || has_no_remaining_pages);
+        self.session.set_destination_may_be_complete(found != QemuAtStart::Gone || has_no_remaining_pages);
         found
     }
 
@@ -144,7 +144,7 @@ impl SourceDriver {
             }
             SourceNotice::Event(event) => {
                 if let SourceEvent::RegistryAnswered(answer) = &event {
-                    let silence = self.registry.client.silence(answer, self.clock.now());
+                    let silence = self.registry.client.record_answer(answer, self.clock.now());
                     if let Some(request) = self.registry.client.answered() {
                         self.send_to_registry(request);
                     }

@@ -117,7 +117,7 @@ pub(crate) fn pre_copy_goals(goals: &Goals) -> PreCopyGoals {
     let ns = |ms: u64| ms.saturating_mul(1_000_000);
     PreCopyGoals {
         max_downtime_ns: ns(goals.settings.max_downtime_ms),
-        max_rounds: goals.settings.max_rounds,
+        max_passes: goals.settings.max_passes,
         max_total_ns: goals.max_total_ms().map(ns),
     }
 }

@@ -76,7 +76,7 @@ fn outcome_of(report: SourceReport) -> Option<Outcome> {
         SourceReport::Cancelled => Some(Outcome::Cancelled),
         SourceReport::Returned => Some(Outcome::Returned),
         SourceReport::Done => Some(Outcome::Moved),
-        SourceReport::VmCrashed => Some(Outcome::Ended),
+        SourceReport::VmCrashed => Some(Outcome::VmEnded),
         SourceReport::Failed | SourceReport::PeerGaveUp | SourceReport::Interrupted => Some(Outcome::Aborted),
         SourceReport::QemuLost
         | SourceReport::Incomplete

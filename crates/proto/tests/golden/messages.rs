@@ -4,7 +4,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use proto::message::{
     Acceptance, CardClaims, CardFrames, ClaimedAddress, CopiedDisk, DiskMode, FailedFlow, Finding, Hello,
-    Message, NamedRun, NetworkProbe, Offer, Ownership, PageRequest, ProbedCard, Proposal, ProposedDisk,
+    Message, HashedRun, NetworkProbe, Offer, Ownership, PageRequest, ProbedCard, Proposal, ProposedDisk,
     Purpose, RamBlock, RegistryReply, RegistryRequest, RepointStep, Severity, TunnelRequest, Verdict,
     Welcome,
 };
@@ -202,10 +202,10 @@ pub(crate) fn messages() -> Vec<Message> {
         Message::Reject { findings: vec![finding()], largest_epoch: Some(Epoch(9)) },
         Message::Resume,
         Message::Resumed,
-        Message::QueryTemplates { names: vec!["00112233aabb".into(), "ffeeddccbbaa".into()] },
+        Message::QueryTemplates { hashes: vec!["00112233aabb".into(), "ffeeddccbbaa".into()] },
         Message::TemplatePages {
             template: 1,
-            runs: vec![NamedRun { first_page: 4096, names: "00112233aabbffeeddccbbaa".into() }],
+            runs: vec![HashedRun { first_page: 4096, hashes: "00112233aabbffeeddccbbaa".into() }],
             last: false,
         },
         Message::TemplatePages { template: 0, runs: Vec::new(), last: true },
@@ -233,7 +233,7 @@ pub(crate) fn messages() -> Vec<Message> {
             more_failed: 9,
         },
         Message::DeviceState { bytes: 31_000, state_bytes: 275_000, digest: DIGEST.into() },
-        Message::Held { epoch, run: true },
+        Message::Frozen { epoch, run: true },
         Message::Ready { epoch, incarnation: incarnation(), digest: DIGEST.into(), load_us: 6_000 },
         Message::Go { epoch, incarnation: incarnation(), run: true },
         Message::Running {
@@ -242,7 +242,7 @@ pub(crate) fn messages() -> Vec<Message> {
             since_us: 1200,
             resumed_us: None,
             agent_cpu_us: None,
-            untrusted: None,
+            unexpected_page: None,
         },
         Message::Running {
             epoch,
@@ -250,7 +250,7 @@ pub(crate) fn messages() -> Vec<Message> {
             since_us: 1200,
             resumed_us: None,
             agent_cpu_us: Some(1_250_000),
-            untrusted: None,
+            unexpected_page: None,
         },
         Message::Running {
             epoch,
@@ -258,7 +258,7 @@ pub(crate) fn messages() -> Vec<Message> {
             since_us: 1200,
             resumed_us: Some(700),
             agent_cpu_us: None,
-            untrusted: None,
+            unexpected_page: None,
         },
         Message::Incomplete {
             epoch,
@@ -266,7 +266,7 @@ pub(crate) fn messages() -> Vec<Message> {
             continue_us: 900,
             since_us: 1200,
             resumed_us: None,
-            untrusted: None,
+            unexpected_page: None,
         },
         Message::Incomplete {
             epoch,
@@ -274,7 +274,7 @@ pub(crate) fn messages() -> Vec<Message> {
             continue_us: 900,
             since_us: 1200,
             resumed_us: Some(700),
-            untrusted: None,
+            unexpected_page: None,
         },
         Message::Incomplete {
             epoch,
@@ -282,7 +282,7 @@ pub(crate) fn messages() -> Vec<Message> {
             continue_us: 900,
             since_us: 1200,
             resumed_us: None,
-            untrusted: Some(PageRequest { block: 1, page: 4096 }),
+            unexpected_page: Some(PageRequest { block: 1, page: 4096 }),
         },
         Message::FirstFrames {
             epoch,
@@ -355,7 +355,7 @@ pub(crate) fn number(message: &Message) -> usize {
         Message::Flows { .. } => 15,
         Message::FlowsInstalled { .. } => 16,
         Message::DeviceState { .. } => 17,
-        Message::Held { .. } => 18,
+        Message::Frozen { .. } => 18,
         Message::Ready { .. } => 19,
         Message::Go { .. } => 20,
         Message::Running { .. } => 21,

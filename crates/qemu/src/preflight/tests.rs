@@ -131,7 +131,7 @@ fn equal_hosts_have_no_findings() {
 }
 
 #[test]
-fn the_guest() {
+fn guest_findings_have_codes() {
     assert_eq!(found(|s, _| s.vm.problems.push(Problem::new("x", "a", "b"))), "x");
     assert_eq!(found(|_, d| d.problems.push(Problem::new("y", "a", "b"))), "y");
     assert_eq!(found(|s, _| s.blocked_reasons.push("non-migratable device".to_owned())), "qemu-refuses");
@@ -205,7 +205,7 @@ fn processors() {
 }
 
 #[test]
-fn memories() {
+fn memory_findings_have_codes() {
     assert_eq!(found(|s, _| s.other_mappers.found.push("virtiofsd".to_owned())), "memory-shared");
     assert_eq!(found(|s, _| s.other_mappers.unreadable.push("x".to_owned())), "memory-shared-unknown?");
     assert_eq!(found(|s, _| s.ram_blocks.push(block("vga.vram", 1))), "ram-blocks-differ");
@@ -320,7 +320,7 @@ fn firmware_only_has_to_exist() {
 }
 
 #[test]
-fn surroundings() {
+fn host_findings_have_codes() {
     assert_eq!(found(|s, _| s.host.kernel = "6.1.0-56-amd64".to_owned()), "kernel-old");
     assert_eq!(found(|s, _| s.host.kernel = "6.7.0".to_owned()), "");
     assert_eq!(found(|_, d| d.host.kernel = "5.10.0".to_owned()), "destination-kernel-old?");

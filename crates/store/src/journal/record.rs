@@ -127,13 +127,13 @@ fn source_standing(state: &SourceState) -> Standing {
 
 fn destination_standing(state: &DestinationState) -> Standing {
     match state {
-        DestinationState::Idle | DestinationState::Discarded | DestinationState::Refused => Standing::Failed,
+        DestinationState::Idle | DestinationState::CopyDestroyed | DestinationState::Refused => Standing::Failed,
         DestinationState::Prepared
         | DestinationState::Starting { .. }
         | DestinationState::Completing { .. }
         | DestinationState::Refusing => Standing::Underway,
         DestinationState::Ready { .. }
-        | DestinationState::Taking { .. }
+        | DestinationState::Acquiring { .. }
         | DestinationState::QemuLost
         | DestinationState::Crashed { .. } => Standing::InDoubt,
         DestinationState::Active { .. } => Standing::Done,

@@ -60,7 +60,7 @@ fn incarnation() -> Incarnation {
 fn what_was_recorded_is_there_after_a_restart() {
     let folder = tempfile::tempdir().unwrap();
     let id = id("web", 1);
-    let committed = SourceState::Committed { incarnation: incarnation(), run: true, ran: false };
+    let committed = SourceState::Committed { incarnation: incarnation(), run: true, has_run: false };
     {
         let journal = open_journal(folder.path()).unwrap();
         assert_eq!(journal.next_epoch(&id.vm).unwrap(), Epoch(1));
@@ -144,7 +144,7 @@ fn transitions_of_unknown_or_foreign_migrations_are_refused() {
     let aborted = SourceState::Aborted;
     let unknown = journal.record_source(&id("web", 2), &aborted, Durability::Synced).unwrap_err();
     assert!(matches!(unknown, JournalError::NoMigration(_)), "{unknown}");
-    let other = journal.record_destination(&id("web", 1), &DestinationState::Discarded, Durability::Synced);
+    let other = journal.record_destination(&id("web", 1), &DestinationState::CopyDestroyed, Durability::Synced);
     assert!(matches!(other.unwrap_err(), JournalError::NoMigration(_)));
     assert_eq!(journal.migration(&id("web", 1)).unwrap().unwrap().state, prepared());
 }
@@ -338,7 +338,7 @@ fn victim_that_writes_until_it_is_killed() {
         let state = SourceState::Committed {
             incarnation: Incarnation { pid: n, ..incarnation() },
             run: true,
-            ran: false,
+            has_run: false,
         };
         journal.record_source(&id, &state, Durability::Process).unwrap();
         println!("recorded {n}");
@@ -391,7 +391,7 @@ fn cost_of_writes() {
                 let state = SourceState::Committed {
                     incarnation: Incarnation { pid, ..incarnation() },
                     run: true,
-                    ran: false,
+                    has_run: false,
                 };
                 let before = Instant::now();
                 journal.record_source(&id, &state, durability).unwrap();

@@ -78,7 +78,7 @@ fn a_record_is_compared_before_it_is_set() {
 }
 
 #[test]
-fn of_many_who_want_it_one_gets_it() {
+fn one_of_many_claimants_becomes_owner() {
     let folder = tempfile::tempdir().unwrap();
     // Two connections to one database, as two processes would have.
     let registries = [0, 1].map(|_| SqliteRegistry::open(folder.path()).unwrap());

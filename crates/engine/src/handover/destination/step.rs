@@ -13,14 +13,14 @@ use super::DestinationReport as Report;
 use super::DestinationState as State;
 use crate::handover::operator::OperatorDecision;
 use crate::handover::registry::{self, RecordMeaning, RegistryAnswer, RegistryResult, RequestPurpose};
-use crate::handover::{Ignored, MigrationTerms, Move, QemuAtStart, Step, ignored, moved, stay};
+use crate::handover::{Ignored, MigrationTerms, Transition, QemuAtStart, Step, ignored, moved, stay};
 
 use transitions::{
-    activate, ask, cont_again, crash, crash_with_host, discard, enter, enter_qemu_lost, follow_go, refuse,
+    activate, ask, cont_again, crash, crash_with_host, destroy_copy, enter, enter_qemu_lost, follow_go, refuse,
     refuse_through_registry, refuse_without_registry, return_to_source, run_incomplete, start,
 };
 
-type Transition = Move<State, Effect>;
+type DestinationTransition = Transition<State, Effect>;
 type TransitionResult = Option<Step<State, Effect>>;
 
 pub(super) fn step(terms: &MigrationTerms, state: &State, event: &Event) -> TransitionResult {
@@ -29,15 +29,15 @@ pub(super) fn step(terms: &MigrationTerms, state: &State, event: &Event) -> Tran
         State::Prepared => prepared(terms, event),
         State::Ready { incarnation, run } => ready(terms, incarnation, *run, event),
         // Only with a registry can ownership be acquired or returned.
-        State::Taking { .. } | State::Refusing if terms.registry.is_none() => None,
-        State::Taking { incarnation, run } => taking(terms, incarnation, *run, event),
+        State::Acquiring { .. } | State::Refusing if terms.registry.is_none() => None,
+        State::Acquiring { incarnation, run } => acquiring(terms, incarnation, *run, event),
         State::Starting { incarnation, again } => starting(terms, incarnation, *again, event),
         State::Completing { incarnation } => completing(incarnation, event),
         State::Active { incarnation } => active(incarnation, event),
         State::Refusing => refusing(terms, event),
-        State::Refused | State::Discarded => final_without_guest(state, event),
+        State::Refused | State::CopyDestroyed => final_without_guest(state, event),
         State::QemuLost => qemu_lost(terms, event),
-        State::Crashed { ran } => crashed(*ran, event),
+        State::Crashed { has_run } => crashed(*has_run, event),
     }
 }
 
@@ -62,16 +62,16 @@ fn prepared(terms: &MigrationTerms, event: &Event) -> TransitionResult {
             )
         }
         // READY was never sent: no other program depends on this copy.
-        Event::AbortReceived { .. } => moved(discard(Report::Discarded)),
-        Event::SourceAnswered { verdict: Verdict::Aborted, .. } => moved(discard(Report::Discarded)),
+        Event::AbortReceived { .. } => moved(destroy_copy(Report::CopyDestroyed)),
+        Event::SourceAnswered { verdict: Verdict::Aborted, .. } => moved(destroy_copy(Report::CopyDestroyed)),
         Event::Failed
         | Event::Cancel
         | Event::PeerSilent
         | Event::PeerLost
         | Event::ContactLostForGood
-        | Event::QemuDied => moved(discard(Report::Discarded).then([Effect::SendRefused])),
+        | Event::QemuDied => moved(destroy_copy(Report::CopyDestroyed).then([Effect::SendRefused])),
         Event::Restarted(QemuAtStart::Running | QemuAtStart::Paused | QemuAtStart::Gone) => {
-            moved(discard(Report::Discarded).when("same-boot").then([Effect::SendRefused]))
+            moved(destroy_copy(Report::CopyDestroyed).when("same-boot").then([Effect::SendRefused]))
         }
         Event::Restarted(QemuAtStart::Rebooted) => moved(enter_qemu_lost(terms).within("rebooted")),
         Event::Asked { .. } => ignored(Ignored::NotYet),
@@ -82,7 +82,7 @@ fn prepared(terms: &MigrationTerms, event: &Event) -> TransitionResult {
 
 fn ready(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &Event) -> TransitionResult {
     let state = || State::Ready { incarnation: incarnation.clone(), run };
-    let here = || Move::to(state());
+    let here = || Transition::to(state());
     let ready = || Effect::SendReady { incarnation: incarnation.clone() };
     let read = || terms.registry.map(|_| registry::read(terms));
     match event {
@@ -100,12 +100,12 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &E
             moved(transition.within("committed"))
         }
         Event::SourceAnswered { verdict: Verdict::Aborted, .. } => {
-            moved(discard(Report::SourceKept).when("aborted"))
+            moved(destroy_copy(Report::SourceKept).when("aborted"))
         }
         Event::SourceAnswered { verdict: Verdict::Returned, .. } => {
-            moved(discard(Report::SourceKept).when("returned"))
+            moved(destroy_copy(Report::SourceKept).when("returned"))
         }
-        Event::AbortReceived { .. } => moved(discard(Report::SourceKept)),
+        Event::AbortReceived { .. } => moved(destroy_copy(Report::SourceKept)),
         Event::SourceAnswered { verdict: Verdict::Undecided, .. } => {
             moved(here().when("undecided").asking(RequestPurpose::Read, read()))
         }
@@ -127,7 +127,7 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &E
         Event::OperatorDecided(OperatorDecision::RunHere { .. }) => {
             moved(follow_go(terms, incarnation, run).within("run-here"))
         }
-        Event::OperatorDecided(OperatorDecision::RunElsewhere) => moved(refuse().when("run-elsewhere")),
+        Event::OperatorDecided(OperatorDecision::DiscardCopy) => moved(refuse().when("run-elsewhere")),
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: true }) => {
             moved(start(incarnation, run).within("run-here").within("without-registry"))
         }
@@ -154,7 +154,7 @@ fn ready_by_registry(
     run: bool,
     answer: &RegistryAnswer,
 ) -> TransitionResult {
-    let here = || Move::to(State::Ready { incarnation: incarnation.clone(), run });
+    let here = || Transition::to(State::Ready { incarnation: incarnation.clone(), run });
     match registry::interpret(terms, answer) {
         RegistryResult::Record(RecordMeaning::Open { offer: Some(offer), .. })
             if offer.epoch == terms.epoch() && offer.incarnation == *incarnation =>
@@ -163,7 +163,7 @@ fn ready_by_registry(
         }
         // The source has reclaimed it, or has owned it since in a later epoch.
         RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
-            moved(discard(Report::SourceKept).when("source-owns"))
+            moved(destroy_copy(Report::SourceKept).when("source-owns"))
         }
         RegistryResult::Record(RecordMeaning::Foreign) => {
             moved(here().when("foreign").then([Effect::Report(Report::ForeignRecord)]))
@@ -176,10 +176,10 @@ fn ready_by_registry(
     }
 }
 
-fn taking(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &Event) -> TransitionResult {
-    let state = || State::Taking { incarnation: incarnation.clone(), run };
-    let here = || Move::to(state());
-    let take = |since| ask(RequestPurpose::Take, Some(registry::acquire_by_destination(terms, since)));
+fn acquiring(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &Event) -> TransitionResult {
+    let state = || State::Acquiring { incarnation: incarnation.clone(), run };
+    let here = || Transition::to(state());
+    let acquire = |since| ask(RequestPurpose::Acquire, Some(registry::acquire_by_destination(terms, since)));
     let read = || ask(RequestPurpose::Read, Some(registry::read(terms)));
     match event {
         Event::RegistryAnswered(answer) => match registry::interpret(terms, answer) {
@@ -187,10 +187,10 @@ fn taking(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &
                 moved(start(incarnation, run).within("destination-owns"))
             }
             RegistryResult::Record(RecordMeaning::Open { since, .. }) => {
-                moved(here().when("open").then(take(since)))
+                moved(here().when("open").then(acquire(since)))
             }
             RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
-                moved(discard(Report::SourceKept).when("source-owns"))
+                moved(destroy_copy(Report::SourceKept).when("source-owns"))
             }
             RegistryResult::Record(RecordMeaning::Foreign) => {
                 moved(here().when("foreign").then([Effect::Report(Report::ForeignRecord)]))
@@ -198,13 +198,13 @@ fn taking(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &
             RegistryResult::Unknown => moved(here().when("unknown").then(read())),
             RegistryResult::Unreachable => moved(here().when("unreachable")),
         },
-        Event::Repeat => moved(here().then(terms.registry.and_then(take))),
+        Event::Repeat => moved(here().then(terms.registry.and_then(acquire))),
         Event::Restarted(QemuAtStart::Paused) => moved(here().when("paused").then(read())),
         // `cont` was not sent: otherwise STARTING would be in the journal.
         Event::QemuDied => moved(return_to_source(terms)),
         Event::Restarted(QemuAtStart::Gone) => moved(return_to_source(terms).when("qemu-gone")),
         Event::Restarted(QemuAtStart::Rebooted) => moved(enter_qemu_lost(terms).within("rebooted")),
-        Event::OperatorDecided(OperatorDecision::RunElsewhere) => {
+        Event::OperatorDecided(OperatorDecision::DiscardCopy) => {
             moved(return_to_source(terms).when("run-elsewhere"))
         }
         Event::OperatorDecided(OperatorDecision::RunHere { .. }) => {
@@ -246,34 +246,34 @@ fn starting(
         Event::Restarted(QemuAtStart::Paused) => {
             moved(cont_again(terms, enter(state(true))).within("paused"))
         }
-        Event::Repeat if again => moved(cont_again(terms, Move::to(state(true))).within("again")),
+        Event::Repeat if again => moved(cont_again(terms, Transition::to(state(true))).within("again")),
         Event::RegistryAnswered(answer) if again => match registry::interpret(terms, answer) {
             RegistryResult::Record(RecordMeaning::Destination) => {
-                moved(Move::to(state(true)).when("destination-owns").then([Effect::Cont]))
+                moved(Transition::to(state(true)).when("destination-owns").then([Effect::Cont]))
             }
             // It was given to the source in conflict with the earlier record: it may have run here.
             RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
                 moved(crash_with_host().when("source-owns"))
             }
             RegistryResult::Record(RecordMeaning::Open { .. } | RecordMeaning::Foreign) => {
-                moved(Move::to(state(true)).when("foreign").then([Effect::Report(Report::ForeignRecord)]))
+                moved(Transition::to(state(true)).when("foreign").then([Effect::Report(Report::ForeignRecord)]))
             }
             RegistryResult::Unknown => {
                 let read = ask(RequestPurpose::Read, Some(registry::read(terms)));
-                moved(Move::to(state(true)).when("unknown").then(read))
+                moved(Transition::to(state(true)).when("unknown").then(read))
             }
-            RegistryResult::Unreachable => moved(Move::to(state(true)).when("unreachable")),
+            RegistryResult::Unreachable => moved(Transition::to(state(true)).when("unreachable")),
         },
         Event::ContFailed if again => {
-            moved(Move::to(state(true)).when("again").then([Effect::Report(Report::ContFailed)]))
+            moved(Transition::to(state(true)).when("again").then([Effect::Report(Report::ContFailed)]))
         }
         Event::ContFailed => moved(refuse_through_registry(terms).within("first")),
         // The operator's assurance that it never ran replaces the proof.
-        Event::OperatorDecided(OperatorDecision::RunElsewhere) if again => {
+        Event::OperatorDecided(OperatorDecision::DiscardCopy) if again => {
             moved(refuse_through_registry(terms).within("again").within("run-elsewhere"))
         }
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: true }) if again => {
-            let to = Move::to(state(true)).when("without-registry").when("run-here").when("again");
+            let to = Transition::to(state(true)).when("without-registry").when("run-here").when("again");
             moved(to.then([Effect::Cont]))
         }
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: false }) if again => {
@@ -281,14 +281,14 @@ fn starting(
         }
         Event::QemuDied => moved(crash(false)),
         Event::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => moved(crash(false).when("qemu-gone")),
-        Event::Cancel => moved(Move::to(state(again)).then([Effect::Report(Report::TooLate)])),
+        Event::Cancel => moved(Transition::to(state(again)).then([Effect::Report(Report::TooLate)])),
         Event::Go { .. } | Event::Asked { .. } => ignored(Ignored::NotYet),
         Event::SourceAnswered { verdict: Verdict::Committed { .. }, .. } => ignored(Ignored::NotYet),
         Event::SourceAnswered { verdict: Verdict::Undecided, .. } | Event::RegistryAnswered(_) => {
             ignored(Ignored::TooLate)
         }
-        Event::OperatorDecided(_) => moved(Move::to(state(again)).then([Effect::Report(Report::TooLate)])),
-        Event::Repeat => moved(Move::to(state(again)).when("first")),
+        Event::OperatorDecided(_) => moved(Transition::to(state(again)).then([Effect::Report(Report::TooLate)])),
+        Event::Repeat => moved(Transition::to(state(again)).when("first")),
         Event::Failed | Event::PeerSilent | Event::PeerLost | Event::ContactLostForGood => stay(state(again)),
         // An honest source does not abort what it has committed, but an operator can.
         _ => None,
@@ -297,7 +297,7 @@ fn starting(
 
 /// The guest runs here for good. RUNNING is not sent yet because the source has to keep its pages.
 fn completing(incarnation: &Incarnation, event: &Event) -> TransitionResult {
-    let here = || Move::to(State::Completing { incarnation: incarnation.clone() });
+    let here = || Transition::to(State::Completing { incarnation: incarnation.clone() });
     match event {
         Event::Completed => {
             let state = State::Active { incarnation: incarnation.clone() };
@@ -319,7 +319,7 @@ fn completing(incarnation: &Incarnation, event: &Event) -> TransitionResult {
 }
 
 fn active(incarnation: &Incarnation, event: &Event) -> TransitionResult {
-    let here = || Move::to(State::Active { incarnation: incarnation.clone() });
+    let here = || Transition::to(State::Active { incarnation: incarnation.clone() });
     match event {
         Event::Go { .. } | Event::Asked { .. } => moved(here().then([Effect::SendRunning])),
         Event::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
@@ -336,8 +336,8 @@ fn active(incarnation: &Incarnation, event: &Event) -> TransitionResult {
 }
 
 fn refusing(terms: &MigrationTerms, event: &Event) -> TransitionResult {
-    let here = || Move::to(State::Refusing);
-    let return_to_source = || ask(RequestPurpose::GiveBack, Some(registry::return_to_source(terms)));
+    let here = || Transition::to(State::Refusing);
+    let return_to_source = || ask(RequestPurpose::ReturnToSource, Some(registry::return_to_source(terms)));
     match event {
         Event::RegistryAnswered(answer) => match registry::interpret(terms, answer) {
             RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
@@ -349,7 +349,7 @@ fn refusing(terms: &MigrationTerms, event: &Event) -> TransitionResult {
             // Not acquired, but a request of this host's may still be in transit: rule it out.
             RegistryResult::Record(RecordMeaning::Open { since, .. }) => {
                 let shut = registry::acquire_by_source(terms, since);
-                moved(here().when("open").then(ask(RequestPurpose::GiveBack, Some(shut))))
+                moved(here().when("open").then(ask(RequestPurpose::ReturnToSource, Some(shut))))
             }
             RegistryResult::Record(RecordMeaning::Foreign) => {
                 moved(here().when("foreign").then([Effect::Report(Report::ForeignRecord)]))
@@ -372,11 +372,11 @@ fn refusing(terms: &MigrationTerms, event: &Event) -> TransitionResult {
 
 /// Refused or discarded: this host has not run the guest and never will.
 fn final_without_guest(state: &State, event: &Event) -> TransitionResult {
-    let here = || Move::to(state.clone());
+    let here = || Transition::to(state.clone());
     match event {
         Event::Go { .. } | Event::Asked { .. } => moved(here().then([Effect::SendRefused])),
         // The agent may have died before it had removed everything.
-        Event::Restarted(_) => moved(here().then([Effect::Discard, Effect::SendRefused])),
+        Event::Restarted(_) => moved(here().then([Effect::DestroyCopy, Effect::SendRefused])),
         Event::Prepare | Event::Loaded { .. } => None,
         _ => ignored(Ignored::TooLate),
     }
@@ -387,7 +387,7 @@ fn final_without_guest(state: &State, event: &Event) -> TransitionResult {
 /// never committed, as long as this host does not send CRASHED, upon which a source that has lost its QEMU itself
 /// aborts.
 fn qemu_lost(terms: &MigrationTerms, event: &Event) -> TransitionResult {
-    let here = || Move::to(State::QemuLost);
+    let here = || Transition::to(State::QemuLost);
     let read = || ask(RequestPurpose::Read, Some(registry::read(terms)));
     match event {
         Event::RegistryAnswered(answer) => match registry::interpret(terms, answer) {
@@ -407,12 +407,12 @@ fn qemu_lost(terms: &MigrationTerms, event: &Event) -> TransitionResult {
             RegistryResult::Unreachable => moved(here().when("unreachable")),
         },
         Event::SourceAnswered { verdict: Verdict::Aborted, .. } => {
-            moved(discard(Report::SourceKept).when("aborted"))
+            moved(destroy_copy(Report::SourceKept).when("aborted"))
         }
-        Event::AbortReceived { .. } => moved(discard(Report::SourceKept)),
+        Event::AbortReceived { .. } => moved(destroy_copy(Report::SourceKept)),
         Event::SourceAnswered { verdict: Verdict::Returned, .. } => moved(crash_with_host().when("returned")),
         // The source's operator decides then.
-        Event::OperatorDecided(OperatorDecision::RunElsewhere) if terms.registry.is_none() => {
+        Event::OperatorDecided(OperatorDecision::DiscardCopy) if terms.registry.is_none() => {
             moved(crash_with_host().when("no-registry").when("run-elsewhere"))
         }
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: false }) => {
@@ -443,11 +443,11 @@ fn qemu_lost(terms: &MigrationTerms, event: &Event) -> TransitionResult {
     }
 }
 
-fn crashed(ran: bool, event: &Event) -> TransitionResult {
-    let here = || Move::to(State::Crashed { ran });
+fn crashed(has_run: bool, event: &Event) -> TransitionResult {
+    let here = || Transition::to(State::Crashed { has_run });
     match event {
         // This host has owned it and still does: the source's copy is out of date.
-        Event::Go { .. } | Event::Asked { .. } if ran => {
+        Event::Go { .. } | Event::Asked { .. } if has_run => {
             moved(here().when("ran").then([Effect::SendRunning]))
         }
         Event::Go { .. } | Event::Asked { .. } => {

@@ -13,14 +13,14 @@ use super::SourceReport as Report;
 use super::SourceState as State;
 use crate::handover::operator::OperatorDecision;
 use crate::handover::registry::{self, RecordMeaning, RegistryResult, RequestPurpose};
-use crate::handover::{Ignored, MigrationTerms, Move, QemuAtStart, Step, ignored, moved, stay};
+use crate::handover::{Ignored, MigrationTerms, Transition, QemuAtStart, Step, ignored, moved, stay};
 
 use transitions::{
     abandon_reclaim, abort, abort_stopped, ask, commit, commit_without_qemu, enter, enter_qemu_lost,
     enter_returned, finish, offer, reclaim, repeat_messages, serve, without_registry,
 };
 
-type Transition = Move<State, Effect>;
+type SourceTransition = Transition<State, Effect>;
 type TransitionResult = Option<Step<State, Effect>>;
 
 pub(super) fn step(terms: &MigrationTerms, state: &State, event: &Event) -> TransitionResult {
@@ -29,8 +29,8 @@ pub(super) fn step(terms: &MigrationTerms, state: &State, event: &Event) -> Tran
         State::Prepared { run } => prepared(terms, *run, event),
         State::Stopped { run } => stopped(terms, *run, event),
         State::QemuLost { incarnation, run } => qemu_lost(terms, incarnation.as_ref(), *run, event),
-        State::Committed { incarnation, run, ran: false } => committed(terms, incarnation, *run, event),
-        State::Committed { incarnation, run, ran: true } => serving(incarnation, *run, event),
+        State::Committed { incarnation, run, has_run: false } => committed(terms, incarnation, *run, event),
+        State::Committed { incarnation, run, has_run: true } => serving(incarnation, *run, event),
         // Only a registry can return the VM.
         State::Reclaiming { .. } if terms.registry.is_none() => None,
         State::Reclaiming { incarnation, run, force } => {
@@ -85,7 +85,7 @@ fn stopped(terms: &MigrationTerms, run: bool, event: &Event) -> TransitionResult
         Event::Refused { .. } | Event::Crashed { .. } => moved(abort_stopped(run, Report::PeerGaveUp)),
         // The destination may be ready, with its READY on another connection than its question.
         Event::Asked { .. } => {
-            moved(Move::to(State::Stopped { run }).then([Effect::Answer(Verdict::Undecided)]))
+            moved(Transition::to(State::Stopped { run }).then([Effect::Answer(Verdict::Undecided)]))
         }
         Event::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
             moved(abort_stopped(run, Report::Interrupted).within("qemu-lives"))
@@ -108,7 +108,7 @@ fn qemu_lost(
     event: &Event,
 ) -> TransitionResult {
     let state = || State::QemuLost { incarnation: incarnation.cloned(), run };
-    let here = || Move::to(state());
+    let here = || Transition::to(state());
     match event {
         Event::Ready { incarnation: ready, .. } => match incarnation {
             None => moved(commit_without_qemu(terms, ready, run).within("first")),
@@ -148,7 +148,7 @@ fn qemu_lost(
         Event::OperatorDecided(OperatorDecision::RunHere { force }) => {
             moved(reclaim(terms, incarnation, run, *force).within("run-here"))
         }
-        Event::OperatorDecided(OperatorDecision::RunElsewhere) => {
+        Event::OperatorDecided(OperatorDecision::DiscardCopy) => {
             moved(finish(incarnation, run).when("run-elsewhere"))
         }
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
@@ -166,7 +166,7 @@ fn committed(
     run: bool,
     event: &Event,
 ) -> TransitionResult {
-    let here = || Move::to(State::Committed { incarnation: incarnation.clone(), run, ran: false });
+    let here = || Transition::to(State::Committed { incarnation: incarnation.clone(), run, has_run: false });
     let go = || Effect::SendGo { incarnation: incarnation.clone(), run };
     let offer_again = || offer(terms, incarnation, run);
     match event {
@@ -218,7 +218,7 @@ fn committed(
         Event::OperatorDecided(OperatorDecision::RunHere { force }) => {
             moved(reclaim(terms, Some(incarnation), run, *force).within("run-here"))
         }
-        Event::OperatorDecided(OperatorDecision::RunElsewhere) => {
+        Event::OperatorDecided(OperatorDecision::DiscardCopy) => {
             moved(finish(Some(incarnation), run).when("run-elsewhere"))
         }
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
@@ -227,7 +227,7 @@ fn committed(
         Event::Cancel => moved(here().then([Effect::Report(Report::TooLate)])),
         // The point of no return is passed: after no failure at the source or on the link is the guest run by a guess.
         Event::Failed | Event::PeerSilent | Event::PeerLost => {
-            stay(State::Committed { incarnation: incarnation.clone(), run, ran: false })
+            stay(State::Committed { incarnation: incarnation.clone(), run, has_run: false })
         }
         _ => None,
     }
@@ -236,7 +236,7 @@ fn committed(
 /// COMMITTED, and the destination has run the guest: it needs the source's pages, and the guest cannot return. The
 /// registry has nothing to decide any more, and is not asked.
 fn serving(incarnation: &Incarnation, run: bool, event: &Event) -> TransitionResult {
-    let here = || Move::to(State::Committed { incarnation: incarnation.clone(), run, ran: true }).when("ran");
+    let here = || Transition::to(State::Committed { incarnation: incarnation.clone(), run, has_run: true }).when("ran");
     let report = |what| moved(here().then([Effect::Report(what)]));
     let go = || Effect::SendGo { incarnation: incarnation.clone(), run };
     match event {
@@ -261,7 +261,7 @@ fn serving(incarnation: &Incarnation, run: bool, event: &Event) -> TransitionRes
             OperatorDecision::RunHere { .. } | OperatorDecision::WithoutRegistry { run_here: true },
         )
         | Event::Cancel => report(Report::TooLate),
-        Event::OperatorDecided(OperatorDecision::RunElsewhere) => {
+        Event::OperatorDecided(OperatorDecision::DiscardCopy) => {
             moved(finish(Some(incarnation), run).when("run-elsewhere").within("ran"))
         }
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: false }) => {
@@ -283,30 +283,30 @@ fn reclaiming(
     event: &Event,
 ) -> TransitionResult {
     let state = |force| State::Reclaiming { incarnation: incarnation.cloned(), run, force };
-    let take_since = |since| ask(RequestPurpose::Take, Some(registry::acquire_by_source(terms, since)));
-    let take = || terms.registry.and_then(take_since);
+    let acquire_since = |since| ask(RequestPurpose::Acquire, Some(registry::acquire_by_source(terms, since)));
+    let acquire = || terms.registry.and_then(acquire_since);
     match event {
         Event::RegistryAnswered(answer) => match registry::interpret(terms, answer) {
             RegistryResult::Record(RecordMeaning::Source) => moved(enter_returned(run).within("source-owns")),
             RegistryResult::Record(RecordMeaning::Open { since, .. }) => {
-                moved(Move::to(state(force)).when("open").then(take_since(since)))
+                moved(Transition::to(state(force)).when("open").then(acquire_since(since)))
             }
             RegistryResult::Record(RecordMeaning::Destination) if force => {
-                let seize = ask(RequestPurpose::GiveBack, Some(registry::return_to_source(terms)));
-                moved(Move::to(state(force)).when("destination-owns").when("force").then(seize))
+                let return_to_source = ask(RequestPurpose::ReturnToSource, Some(registry::return_to_source(terms)));
+                moved(Transition::to(state(force)).when("destination-owns").when("force").then(return_to_source))
             }
             RegistryResult::Record(RecordMeaning::Destination | RecordMeaning::MovedOn) => {
                 moved(abandon_reclaim(incarnation, run))
             }
             RegistryResult::Record(RecordMeaning::Foreign) => {
-                moved(Move::to(state(force)).when("foreign").then([Effect::Report(Report::ForeignRecord)]))
+                moved(Transition::to(state(force)).when("foreign").then([Effect::Report(Report::ForeignRecord)]))
             }
             RegistryResult::Unknown => moved(
-                Move::to(state(force))
+                Transition::to(state(force))
                     .when("unknown")
                     .then(ask(RequestPurpose::Read, Some(registry::read(terms)))),
             ),
-            RegistryResult::Unreachable => moved(Move::to(state(force)).when("unreachable")),
+            RegistryResult::Unreachable => moved(Transition::to(state(force)).when("unreachable")),
         },
         // The destination has won, and runs the guest.
         Event::Running { .. } => moved(finish(incarnation, run)),
@@ -314,28 +314,28 @@ fn reclaiming(
             Some(incarnation) => serve(incarnation, run),
             None => abandon_reclaim(None, run),
         }),
-        Event::Repeat | Event::Refused { .. } => moved(Move::to(state(force)).then(take())),
+        Event::Repeat | Event::Refused { .. } => moved(Transition::to(state(force)).then(acquire())),
         Event::Restarted(QemuAtStart::Running | QemuAtStart::Paused) => {
-            moved(Move::to(state(force)).when("qemu-lives").then([Effect::FreezeQemu]).then(take()))
+            moved(Transition::to(state(force)).when("qemu-lives").then([Effect::FreezeQemu]).then(acquire()))
         }
         Event::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => moved(
-            Move::to(state(force)).when("qemu-gone").then([Effect::Report(Report::CopyLost)]).then(take()),
+            Transition::to(state(force)).when("qemu-gone").then([Effect::Report(Report::CopyLost)]).then(acquire()),
         ),
         // Either answer could turn out wrong before the registry has answered.
-        Event::Asked { .. } => moved(Move::to(state(force)).then([Effect::Answer(Verdict::Undecided)])),
+        Event::Asked { .. } => moved(Transition::to(state(force)).then([Effect::Answer(Verdict::Undecided)])),
         Event::OperatorDecided(OperatorDecision::RunHere { force: true }) => {
-            moved(enter(state(true)).when("run-here").when("force").then(take()))
+            moved(enter(state(true)).when("run-here").when("force").then(acquire()))
         }
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
             moved(without_registry(incarnation, run, *run_here))
         }
         Event::OperatorDecided(_) | Event::Cancel => {
-            moved(Move::to(state(force)).then([Effect::Report(Report::TooLate)]))
+            moved(Transition::to(state(force)).then([Effect::Report(Report::TooLate)]))
         }
         Event::Crashed { .. } => {
-            moved(Move::to(state(force)).then([Effect::Report(Report::DestinationCrashed)]))
+            moved(Transition::to(state(force)).then([Effect::Report(Report::DestinationCrashed)]))
         }
-        Event::QemuDied => moved(Move::to(state(force)).then([Effect::Report(Report::CopyLost)])),
+        Event::QemuDied => moved(Transition::to(state(force)).then([Effect::Report(Report::CopyLost)])),
         Event::Ready { .. } => ignored(Ignored::TooLate),
         Event::Failed | Event::PeerSilent | Event::PeerLost | Event::ContactLostForGood => stay(state(force)),
         _ => None,
@@ -346,9 +346,9 @@ fn reclaiming(
 fn continuing(state: &State, event: &Event) -> TransitionResult {
     let (end, first, verdict) = match state {
         State::Aborting => (State::Aborted, vec![], Verdict::Aborted),
-        _ => (State::Returned, vec![Effect::ReleaseQemu], Verdict::Returned),
+        _ => (State::Returned, vec![Effect::ThawQemu], Verdict::Returned),
     };
-    let here = || Move::to(state.clone());
+    let here = || Transition::to(state.clone());
     match event {
         Event::Continued => moved(enter(end).then([Effect::UndoAll])),
         Event::QemuDied => moved(enter(end).then([Effect::UndoAll, Effect::Report(Report::VmCrashed)])),
@@ -378,13 +378,13 @@ fn continuing(state: &State, event: &Event) -> TransitionResult {
 }
 
 fn final_at_source(state: &State, event: &Event) -> TransitionResult {
-    let here = || Move::to(state.clone());
+    let here = || Transition::to(state.clone());
     let verdict = if *state == State::Aborted { Verdict::Aborted } else { Verdict::Returned };
     match event {
         Event::Asked { .. } | Event::Ready { .. } => moved(here().then([Effect::Answer(verdict)])),
         // The agent may have died before it had undone everything. SIGCONT is sent also if the guest stays paused.
         Event::Restarted(_) if *state == State::Returned => {
-            moved(here().then([Effect::ReleaseQemu, Effect::UndoAll]))
+            moved(here().then([Effect::ThawQemu, Effect::UndoAll]))
         }
         Event::Restarted(_) => moved(here().then([Effect::UndoAll, Effect::SendAbort])),
         // It cannot run there: report it. (An outdated RUNNING of a host that has crashed since causes this report,
@@ -398,7 +398,7 @@ fn final_at_source(state: &State, event: &Event) -> TransitionResult {
 }
 
 fn done(incarnation: Option<&Incarnation>, run: bool, event: &Event) -> TransitionResult {
-    let here = || Move::to(State::Done { incarnation: incarnation.cloned(), run });
+    let here = || Transition::to(State::Done { incarnation: incarnation.cloned(), run });
     match (event, incarnation) {
         // After an operator's decision the destination may not have received GO yet.
         (Event::Asked { .. }, Some(incarnation)) => {

@@ -6,7 +6,7 @@ use super::*;
 /// Transitions of one name have the same result: this finds a guard that the functions forget to name.
 #[test]
 fn one_name_one_transition() {
-    let mut seen: BTreeMap<String, Transition> = BTreeMap::new();
+    let mut seen: BTreeMap<String, TransitionRow> = BTreeMap::new();
     for transition in outcomes() {
         let first = seen.entry(transition.name()).or_insert_with(|| transition.clone());
         assert_eq!(*first, transition, "two transitions are called {}", transition.name());
@@ -20,7 +20,7 @@ fn one_name_one_transition() {
 fn every_state_is_reached_and_left() {
     let all = transitions();
     for role in [Role::Source, Role::Destination] {
-        let names = |pick: fn(&Transition) -> &'static str| -> BTreeSet<&str> {
+        let names = |pick: fn(&TransitionRow) -> &'static str| -> BTreeSet<&str> {
             all.iter().filter(|t| t.role == role).map(pick).collect()
         };
         let from = names(|t| t.from);

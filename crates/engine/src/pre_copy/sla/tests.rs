@@ -23,7 +23,7 @@ const SENT_PER_MS: u64 = 100;
 fn moved(writer: Writer, policy: SlaPolicy) -> (Decision, u64, bool) {
     let mut policy = policy;
     let own = writer.own_pages as f64;
-    let (mut round, mut cold, mut hot, mut elapsed_ms) = (0, PAGES, own, 0);
+    let (mut pass, mut cold, mut hot, mut elapsed_ms) = (0, PAGES, own, 0);
     let (mut slow, mut was_slow, mut most_pages) = (false, false, None);
     loop {
         let is_first = cold > 0;
@@ -43,9 +43,9 @@ fn moved(writer: Writer, policy: SlaPolicy) -> (Decision, u64, bool) {
         hot = (left + came).min(own);
         cold -= if is_first { sent } else { 0 };
         elapsed_ms += ms;
-        round += u32::from(cold == 0 && (is_first || left < 1.0));
+        pass += u32::from(cold == 0 && (is_first || left < 1.0));
         let observed = RoundObservation {
-            round: round.max(u32::from(cold == 0)),
+            pass: pass.max(u32::from(cold == 0)),
             dirty_pages: hot as u64 + cold,
             full_pages: hot as u64 + cold,
             pages_sent: sent,
@@ -134,9 +134,9 @@ fn without_a_total_limit_the_sla_policy_stops_in_time() {
 #[test]
 fn one_sample_of_fast_writes_does_not_throttle() {
     let mut policy = sla(50, 60_000, ALL, OnLimit::Abort);
-    let look = |round, dirty_pages, elapsed_ms| RoundObservation {
+    let look = |pass, dirty_pages, elapsed_ms| RoundObservation {
         elapsed_ns: elapsed_ms * MS,
-        ..super::super::tests::observation(round, dirty_pages, 100_000, 1_000)
+        ..super::super::tests::observation(pass, dirty_pages, 100_000, 1_000)
     };
     let slow = |decision| matches!(decision, Decision::NextRound { slow: true, .. });
     assert!(!slow(policy.decide(&look(1, 150_000, 1_000))));
@@ -150,10 +150,10 @@ fn one_sample_of_fast_writes_does_not_throttle() {
     // It stays slow, whatever two samples of the guest show as it was before.
     policy.throttle_changed(ThrottleChange::Slower);
     assert!(slow(policy.decide(&look(5, 150_000, 5_000))));
-    policy.throttle_changed(ThrottleChange::Free);
+    policy.throttle_changed(ThrottleChange::Lifted);
     assert!(slow(policy.decide(&look(6, 150_000, 6_000))));
     // Until the throttle cannot be applied any more.
-    policy.throttle_changed(ThrottleChange::ForGood);
+    policy.throttle_changed(ThrottleChange::Unavailable);
     assert!(!slow(policy.decide(&look(7, 150_000, 7_000))));
 }
 
@@ -179,7 +179,7 @@ fn nothing_is_expected_of_rounds_before_one_was_seen() {
 fn rounds_have_a_limit_too() {
     let goals = PreCopyGoals { max_downtime_ns: MS, ..PreCopyGoals::default() };
     let (end, ..) = moved(FAST, SlaPolicy::new(goals, ALL, OnLimit::Abort, FixedCost::default()));
-    assert!(matches!(end, Decision::GiveUp { reason: GiveUp { limit: Limit::Rounds, .. } }), "{end:?}");
+    assert!(matches!(end, Decision::GiveUp { reason: GiveUp { limit: Limit::Passes, .. } }), "{end:?}");
 }
 
 /// Disks whose dirty pages do not become fewer prevent post-copy. The migration continues without it as long as there

@@ -16,7 +16,7 @@ fn any_observation() -> impl Strategy<Value = RoundObservation> {
             scan_ns,
             elapsed_ns,
         )| RoundObservation {
-            round: 0,
+            pass: 0,
             dirty_pages,
             full_pages,
             pages_sent,
@@ -38,11 +38,11 @@ fn any_observation() -> impl Strategy<Value = RoundObservation> {
 fn any_policy() -> impl Strategy<Value = PatternPolicy> {
     let number = || prop_oneof![Just(0), Just(u64::MAX), 0..1_000_000_000_u64];
     (number(), 0..60_u32, any::<bool>(), number(), number(), 0..10_u32).prop_map(
-        |(max_downtime_ns, max_rounds, stop, load_ns, stop_ns, patience)| {
+        |(max_downtime_ns, max_passes, stop, load_ns, stop_ns, patience)| {
             let on_limit = if stop { OnLimit::Stop } else { OnLimit::Abort };
             let fixed = FixedCost { stop_ns, load_ns, ..FixedCost::default() };
             PatternPolicy::new(
-                PreCopyGoals { max_downtime_ns, max_rounds, ..PreCopyGoals::default() },
+                PreCopyGoals { max_downtime_ns, max_passes, ..PreCopyGoals::default() },
                 on_limit,
                 fixed,
             )
@@ -55,7 +55,7 @@ fn any_policy() -> impl Strategy<Value = PatternPolicy> {
 fn run(policy: impl Into<AnyPolicy>, seen: &[RoundObservation]) -> TracedStopPolicy {
     let mut policy = TracedStopPolicy::new(policy);
     for (n, observed) in (0..).zip(seen) {
-        if !matches!(policy.decide(&RoundObservation { round: n, ..*observed }), Decision::NextRound { .. }) {
+        if !matches!(policy.decide(&RoundObservation { pass: n, ..*observed }), Decision::NextRound { .. }) {
             break;
         }
     }
@@ -74,14 +74,14 @@ proptest! {
         policy in any_policy(),
         seen in prop::collection::vec(any_observation(), 62),
     ) {
-        let max_rounds = policy.current_goals().max_rounds;
+        let max_passes = policy.current_goals().max_passes;
         let traced = run(policy, &seen);
         let decisions = decisions(&traced);
         let ended = decisions.iter().position(|d| !matches!(d, Decision::NextRound { .. }));
         prop_assert!(ended.is_some(), "{decisions:?}");
         let ended = ended.unwrap_or_default();
         prop_assert!(ended >= 1);
-        prop_assert!(ended as u32 <= max_rounds.max(1));
+        prop_assert!(ended as u32 <= max_passes.max(1));
         prop_assert_eq!(&traced.trace().replay(), traced.trace());
     }
 
@@ -89,12 +89,12 @@ proptest! {
     /// replay makes the same decisions.
     #[test]
     fn other_rules_end_by_what_they_count(
-        (max_downtime_ns, max_rounds, passes) in (0..1_000_000_000_u64, 0..40_u32, 0..10_u32),
+        (max_downtime_ns, max_passes, passes) in (0..1_000_000_000_u64, 0..40_u32, 0..10_u32),
         seen in prop::collection::vec(any_observation(), 62),
     ) {
-        let goals = PreCopyGoals { max_downtime_ns, max_rounds, ..PreCopyGoals::default() };
+        let goals = PreCopyGoals { max_downtime_ns, max_passes, ..PreCopyGoals::default() };
         let rules: [(AnyPolicy, u32, u32); 3] = [
-            (TargetPolicy::new(goals, OnLimit::Stop).into(), 1, max_rounds.max(1)),
+            (TargetPolicy::new(goals, OnLimit::Stop).into(), 1, max_passes.max(1)),
             (RoundCountPolicy::default().into(), 1, RoundCountPolicy::MAX_ROUNDS),
             (HybridPolicy::new(goals, passes, FixedCost::default()).into(), passes, passes),
         ];

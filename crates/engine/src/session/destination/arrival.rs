@@ -145,7 +145,7 @@ impl DestinationSession {
             | Message::MissingPages { .. }
             | Message::Claims { .. }
             | Message::DeviceState { .. } => is_arriving,
-            Message::Held { epoch, .. } => is_arriving && *epoch == facts.epoch,
+            Message::Frozen { epoch, .. } => is_arriving && *epoch == facts.epoch,
             // The first message of a migration precedes its driver; all others are a destination's, or belong to other
             // connections.
             Message::Propose(_)
@@ -197,7 +197,7 @@ impl DestinationSession {
 
     /// Decides whether this host becomes READY: the source is held, and can no longer go on by itself. `run` is true if
     /// the guest is to run.
-    pub fn admit_held(is_loaded: bool, has_missing_pages: bool, run: bool) -> Result<(), NotReady> {
+    pub fn admit_frozen(is_loaded: bool, has_missing_pages: bool, run: bool) -> Result<(), NotReady> {
         if !is_loaded {
             Err(NotReady::NotLoaded)
         } else if has_missing_pages && !run {

@@ -223,7 +223,7 @@ impl Rounds {
                 demand = Some(ThrottleDemand {
                     is_chosen: slow,
                     is_requested: scan.is_throttle_requested,
-                    passes: observed.round,
+                    passes: observed.pass,
                     expected_downtime_ns,
                     max_downtime_ns: scan.goals.max_downtime_ns,
                 });
@@ -304,14 +304,14 @@ impl Rounds {
     /// Records that the round was cut off: the policy learns nothing of it. While there was no link, the guest was not
     /// slowed down.
     pub fn cut(&mut self) {
-        self.policy.throttle_changed(ThrottleChange::Free);
+        self.policy.throttle_changed(ThrottleChange::Lifted);
     }
 }
 
 /// Returns the observation of a round, and of the scan that followed it, after `passes` passes.
 fn observe(sent: &SentRound, scan: &ScanResult, passes: u32) -> RoundObservation {
     RoundObservation {
-        round: passes,
+        pass: passes,
         dirty_pages: scan.dirty_pages,
         full_pages: scan.full_pages,
         must_precopy_pages: scan.must_precopy_pages,

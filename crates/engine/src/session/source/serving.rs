@@ -101,7 +101,7 @@ mod tests {
     fn committed() -> SourceState {
         let incarnation =
             Incarnation { boot_id: "b".to_owned(), pid: 7, start_time_ticks: 9, generation: Generation(1) };
-        SourceState::Committed { incarnation, run: true, ran: true }
+        SourceState::Committed { incarnation, run: true, has_run: true }
     }
 
     fn begin(state: SourceState, is_cut: bool) -> Option<ServingAttempt> {

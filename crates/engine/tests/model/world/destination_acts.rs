@@ -27,7 +27,7 @@ impl World {
                 self.ghost.illegal = Some(illegal.event);
             }
             Ok(Step::Ignored(_)) => self.destination.session.handled(event),
-            Ok(Step::Moved(step)) => {
+            Ok(Step::Transition(step)) => {
                 for (done, effect) in step.effects.iter().enumerate() {
                     if cut == Some(Interruption::Death(done)) {
                         return self.crash(Side::Destination);
@@ -64,7 +64,7 @@ impl World {
     fn write_destination(&mut self, state: &DestinationState, durable: bool, cut: Cut) -> bool {
         if cut == Some(Interruption::JournalFailure) && self.budget.journal_failures > 0 {
             self.budget.journal_failures -= 1;
-            return DestinationSession::is_entered_without_entry(state);
+            return DestinationSession::is_entered_unjournalled(state);
         }
         self.destination.write(state, durable || self.budget.host_crashes == 0);
         true
@@ -97,7 +97,7 @@ impl World {
                 self.ghost.destination.cont_decided |= matches!(state, DestinationState::Starting { .. });
                 self.ghost.destination.gave_up |= matches!(
                     state,
-                    DestinationState::Discarded | DestinationState::Refusing | DestinationState::Refused
+                    DestinationState::CopyDestroyed | DestinationState::Refusing | DestinationState::Refused
                 );
             }
             DestinationEffect::SendReady { .. } => {
@@ -121,7 +121,7 @@ impl World {
             DestinationEffect::SendIncomplete => self.send(Packet::Incomplete(epoch)),
             DestinationEffect::SendRefused => self.send(Packet::Refused(epoch)),
             DestinationEffect::SendCrashed => self.send(Packet::Crashed(epoch)),
-            DestinationEffect::Discard => {
+            DestinationEffect::DestroyCopy => {
                 // In doubt, a complete copy is discarded only if the source has the guest, or the copy cannot run. (A
                 // source that has begun another attempt has the guest.)
                 let kept = self.ghost.source.kept || !self.same_attempt() || self.ghost.word;

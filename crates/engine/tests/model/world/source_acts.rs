@@ -25,7 +25,7 @@ impl World {
                 self.ghost.illegal = Some(illegal.event);
             }
             Ok(Step::Ignored(_)) => {}
-            Ok(Step::Moved(step)) => {
+            Ok(Step::Transition(step)) => {
                 for (done, effect) in step.effects.iter().enumerate() {
                     if cut == Some(Interruption::Death(done)) {
                         return self.crash(Side::Source);
@@ -88,7 +88,7 @@ impl World {
             }
             self.held = true;
         }
-        self.source.session.set_may_have_all(!self.budget.post_copy);
+        self.source.session.set_destination_may_be_complete(!self.budget.post_copy);
         self.send(Packet::Data(self.source.epoch));
     }
 
@@ -111,7 +111,7 @@ impl World {
                 }
             }
             SourceEffect::FreezeQemu => self.held = self.source_qemu != Qemu::Gone,
-            SourceEffect::ReleaseQemu | SourceEffect::UndoAll => self.held = false,
+            SourceEffect::ThawQemu | SourceEffect::UndoAll => self.held = false,
             SourceEffect::ContinueVm => {
                 // After GO only the destination's REFUSED, the registry or an operator can have decided this.
                 let refused = self.ghost.destination.gave_up && self.same_attempt();

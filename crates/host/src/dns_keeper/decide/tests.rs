@@ -80,7 +80,7 @@ fn the_journal_shows_where_the_vm_is() {
         start_time_ticks: 1,
         generation: Generation(1),
     };
-    let committed = |ran| SourceState::Committed { incarnation: incarnation.clone(), run: true, ran };
+    let committed = |has_run| SourceState::Committed { incarnation: incarnation.clone(), run: true, has_run };
     for (state, expected) in [
         (SourceState::Prepared { run: true }, None),
         (SourceState::Stopped { run: true }, None),

@@ -81,7 +81,7 @@ fn missing_pages_are_requested_once_others_become_zeros() {
     assert_eq!([8, 9].map(|page| memory()[&address(page)][0]), [5, 0]);
     assert_eq!(missing.handle_fault(address(7)).unwrap(), None);
     assert_eq!(memory()[&address(7)][0], 0);
-    assert_eq!(missing.untrusted(), None);
+    assert_eq!(missing.unexpected_page(), None);
     assert!(writers[1].read(0, &mut [0]).is_err());
 }
 
@@ -105,7 +105,7 @@ fn missing_page_found_present_is_reported_without_blocking() {
         } else {
             writer.write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
         }
-        assert_eq!(missing.untrusted(), Some(PageRequest { block: 0, page: 7 }));
+        assert_eq!(missing.unexpected_page(), Some(PageRequest { block: 0, page: 7 }));
         assert_eq!((missing.pages(), reports.load(Ordering::Relaxed)), (1, 1));
         assert_eq!(lock(&missing.placer().0)[&address(8)][0], 1, "the guest may have written to it");
         writer.write(900 * PAGE_BYTES, &[5; PAGE]).unwrap();
@@ -119,7 +119,7 @@ fn page_placed_by_a_dead_agent_is_trusted() {
     let missing = Arc::new(Arc::into_inner(missing()).unwrap().taken_over());
     lock(&missing.placer().0).insert(address(8), vec![1; PAGE]);
     missing.writers()[1].write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
-    assert_eq!((missing.pages(), missing.untrusted()), (2, None));
+    assert_eq!((missing.pages(), missing.unexpected_page()), (2, None));
     assert_eq!(lock(&missing.placer().0)[&address(8)][0], 1, "the guest may have written to it");
 }
 
@@ -192,7 +192,7 @@ fn pages_placed_before_an_error_are_not_missing_any_more() {
 }
 
 #[test]
-fn zeros_placed_before_an_error_are_trusted() {
+fn zeros_placed_before_an_error_are_expected() {
     let narrow = Narrow(Memory::default(), Mutex::new(3));
     let sets = vec![set(1000, &[7, 8, 20, 21])];
     let missing = Arc::new(MissingPages::new(narrow, vec![region("ram", BASE, 1000)], sets, || ()));
@@ -201,7 +201,7 @@ fn zeros_placed_before_an_error_are_trusted() {
     assert_eq!(missing.pages(), 1);
     *lock(&missing.placer().1) = 9;
     writer.drop_pages(7 * PAGE_BYTES..30 * PAGE_BYTES).unwrap();
-    assert_eq!((missing.pages(), missing.untrusted()), (0, None));
+    assert_eq!((missing.pages(), missing.unexpected_page()), (0, None));
 }
 
 /// Memory of which a block was unmapped.
@@ -232,7 +232,7 @@ fn no_page_is_missing_in_a_block_that_was_unmapped() {
         } else {
             writers[0].write(PAGE_BYTES, &[5; PAGE]).unwrap();
         }
-        assert_eq!((missing.pages(), missing.untrusted()), (1, None), "what is there has to come");
+        assert_eq!((missing.pages(), missing.unexpected_page()), (1, None), "what is there has to come");
         writers[1].write(3 * PAGE_BYTES, &[6; PAGE]).unwrap();
         assert_eq!(missing.pages(), 0);
     }

@@ -105,14 +105,14 @@ impl StateMachine for DestinationDriver {
             DestinationEffect::SendRunning => {
                 let agent_cpu_us = self.reporter.cpu.map(CpuTime::used_us);
                 let (since_us, continue_us, resumed_us) = self.since_continued();
-                let untrusted = self.untrusted().map(|untrusted| untrusted.page);
+                let unexpected_page = self.unexpected_page().map(|unexpected_page| unexpected_page.page);
                 self.send_message(&Message::Running {
                     epoch,
                     continue_us,
                     since_us,
                     resumed_us,
                     agent_cpu_us,
-                    untrusted,
+                    unexpected_page,
                 });
             }
             DestinationEffect::SendRefused => {
@@ -123,7 +123,7 @@ impl StateMachine for DestinationDriver {
                 let reason = "its QEMU has ended, and may have run the guest".to_owned();
                 self.send_message(&Message::Crashed { epoch, reason });
             }
-            DestinationEffect::Discard => self.discard(),
+            DestinationEffect::DestroyCopy => self.destroy_copy(),
             DestinationEffect::Report(report) => self.report_to_user(*report),
         }
         Ok(())
@@ -144,14 +144,14 @@ impl DestinationDriver {
     pub(crate) fn send_incomplete(&mut self) {
         let (epoch, generation) = (self.terms.epoch(), self.connections.control.generation());
         let (since_us, continue_us, resumed_us) = self.since_continued();
-        let untrusted = self.untrusted().map(|untrusted| untrusted.page);
+        let unexpected_page = self.unexpected_page().map(|unexpected_page| unexpected_page.page);
         self.send_message(&Message::Incomplete {
             epoch,
             generation,
             continue_us,
             since_us,
             resumed_us,
-            untrusted,
+            unexpected_page,
         });
     }
 
@@ -165,7 +165,7 @@ impl DestinationDriver {
         }
         let durability = if durable { Durability::Synced } else { Durability::Process };
         match journal.record_destination(id, state, durability) {
-            Err(error) if DestinationSession::is_entered_without_entry(state) => {
+            Err(error) if DestinationSession::is_entered_unjournalled(state) => {
                 error!(
                     migration = %id,
                     error = crate::chain(&error),
@@ -196,10 +196,10 @@ impl DestinationDriver {
     }
 
     fn cont(&mut self) {
-        self.check_untrusted_page();
+        self.check_unexpected_page();
         // No vCPU has run this copy yet: the source's memory is right.
         let is_first = matches!(self.session.state(), DestinationState::Starting { again: false, .. });
-        let untrusted = self.untrusted_message().filter(|_| is_first);
+        let unexpected_page = self.unexpected_page_message().filter(|_| is_first);
         let Some(vm) = &mut self.resources.vm else {
             return self.session.follow_up(DestinationEvent::QemuDied);
         };
@@ -207,7 +207,7 @@ impl DestinationDriver {
         if !vm.process.is_alive() && is_first {
             return self.session.follow_up(DestinationEvent::ContFailed);
         }
-        if let Some(page_message) = untrusted {
+        if let Some(page_message) = unexpected_page {
             self.reporter.reason = Some(page_message);
             return self.session.follow_up(DestinationEvent::ContFailed);
         }
@@ -277,12 +277,12 @@ impl DestinationDriver {
         }
     }
 
-    pub(crate) fn discard(&mut self) {
+    pub(crate) fn destroy_copy(&mut self) {
         // Threads of QEMU wait for missing pages until it ends.
         let _waits = self.resources.stage.abandon().end();
         self.resources.participants.abandon();
         let artifacts = if let Some(vm) = self.resources.vm.take() {
-            vm.discard()
+            vm.destroy()
         } else {
             let artifacts = ArrivalArtifacts::of(&self.context, &self.terms.migration);
             artifacts.remove();
@@ -293,6 +293,6 @@ impl DestinationDriver {
             _ => GuestRan::Never,
         };
         let left = self.resources.participants.undo(&artifacts, execution);
-        self.resources.stage = ArrivalStage::Discarded(left);
+        self.resources.stage = ArrivalStage::CopyDestroyed(left);
     }
 }

@@ -60,7 +60,7 @@ impl DestinationDriver {
             Message::Ping => return self.send_message(&Message::Pong),
             Message::Pong => return,
             Message::Resume => return self.resume(),
-            Message::QueryTemplates { names } => return self.query_templates(names),
+            Message::QueryTemplates { hashes } => return self.query_templates(hashes),
             Message::Verify { block, first_chunk, hashes } => {
                 return self.verify(block, first_chunk, &hashes);
             }
@@ -74,7 +74,7 @@ impl DestinationDriver {
             Message::DeviceState { bytes, state_bytes, digest } => {
                 return self.begin_payload(PayloadKind::Devices, bytes, Some(state_bytes), digest);
             }
-            Message::Held { run, .. } => return self.enter_ready(run),
+            Message::Frozen { run, .. } => return self.enter_ready(run),
             other => return self.handle_unexpected_message(connection_id, &kind(&other)),
         };
         if !self.admit(&event) {

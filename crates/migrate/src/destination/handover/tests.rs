@@ -68,8 +68,8 @@ fn a_protocol_violation_before_ready_ends_the_migration() {
         let end_state = thread::spawn(move || driver.run());
         source.send_message(&nonsense);
         source.receive_until_closed();
-        assert_eq!(end_state.join().unwrap(), DestinationState::Discarded);
-        assert_eq!(world.state(), State::Destination(DestinationState::Discarded));
+        assert_eq!(end_state.join().unwrap(), DestinationState::CopyDestroyed);
+        assert_eq!(world.state(), State::Destination(DestinationState::CopyDestroyed));
     }
 }
 
@@ -149,7 +149,7 @@ fn facts_that_the_journal_refuses_keep_their_order() {
     assert_eq!(world.state().name(), "starting", "what precedes it is not in the journal yet");
     let end_state = thread::spawn(move || driver.run_to_end());
     source.receive_until(|message| matches!(message, Message::Running { .. }));
-    assert_eq!(end_state.join().unwrap(), DestinationState::Crashed { ran: true });
+    assert_eq!(end_state.join().unwrap(), DestinationState::Crashed { has_run: true });
 }
 
 #[test]
@@ -180,8 +180,8 @@ fn the_registry_is_asked_again_after_a_failed_journal_write() {
     let world = World::with(Some(Arc::new(SlowRegistry { asked, answers: Mutex::new(answers) })));
     let (qemu, vm, incarnation) = arrived(&world);
     let terms = engine::handover::MigrationTerms { registry: Some(Epoch(0)), ..terms("b", "a") };
-    let taking = DestinationState::Taking { incarnation, run: true };
-    let (mut driver, _source) = driver_of(&world, terms, taking, Some(vm));
+    let acquiring = DestinationState::Acquiring { incarnation, run: true };
+    let (mut driver, _source) = driver_of(&world, terms, acquiring, Some(vm));
     let owner = |name| {
         RegistryAnswer::Record(Some(Ownership {
             epoch: Epoch(1),
@@ -195,7 +195,7 @@ fn the_registry_is_asked_again_after_a_failed_journal_write() {
     assert_eq!(world.state().name(), "taking");
     world.context.journal.refuse_writes(false);
     answer.send(owner("b")).unwrap();
-    assert_eq!(driver.run_to_end(), DestinationState::Discarded);
+    assert_eq!(driver.run_to_end(), DestinationState::CopyDestroyed);
     assert!(questions.try_recv().is_ok(), "it was asked again");
     assert!(!qemu.monitor().received.iter().any(|command| command == "cont"));
 }
@@ -208,7 +208,7 @@ fn a_decision_that_was_not_journalled_is_not_retried() {
     let (mut driver, _source) = driver(&world, ready.clone(), Some(vm));
     world.context.journal.refuse_writes(true);
     driver
-        .notice(DestinationNotice::Event(DestinationEvent::OperatorDecided(OperatorDecision::RunElsewhere)));
+        .notice(DestinationNotice::Event(DestinationEvent::OperatorDecided(OperatorDecision::DiscardCopy)));
     world.context.journal.refuse_writes(false);
     let text = driver.publisher.now().message.unwrap();
     assert!(text.starts_with("the decision was not carried out"), "{text}");
@@ -221,7 +221,7 @@ fn a_decision_that_was_not_journalled_is_not_retried() {
 fn messages_of_the_arrival_are_refused_after_ready() {
     let state = Message::DeviceState { bytes: 1, state_bytes: 1, digest: String::new() };
     let verify = Message::Verify { block: 0, first_chunk: 0, hashes: vec![] };
-    for late in [Message::Held { epoch: Epoch(1), run: true }, Message::Resume, state, verify] {
+    for late in [Message::Frozen { epoch: Epoch(1), run: true }, Message::Resume, state, verify] {
         let world = World::new();
         let (qemu, vm, incarnation) = arrived(&world);
         let starting = DestinationState::Starting { incarnation, again: false };
@@ -327,8 +327,8 @@ fn a_copy_that_somebody_else_continued_is_never_ready() {
     driver.reporter.loaded = Some((String::new(), 0));
     qemu.emit_resume();
     driver.enter_ready(true);
-    assert_eq!(*driver.session.state(), DestinationState::Discarded);
-    assert_eq!(driver.run(), DestinationState::Discarded);
+    assert_eq!(*driver.session.state(), DestinationState::CopyDestroyed);
+    assert_eq!(driver.run(), DestinationState::CopyDestroyed);
 }
 
 #[test]
@@ -374,7 +374,7 @@ fn a_source_that_only_asks_does_not_keep_a_copy_waiting() {
         there.send_message(&Message::Inquire { epoch: Epoch(1) });
         thread::sleep(Duration::from_millis(5));
     }
-    assert_eq!(end_state.join().unwrap(), DestinationState::Discarded);
+    assert_eq!(end_state.join().unwrap(), DestinationState::CopyDestroyed);
 }
 
 /// Storage that fails to remove an image delays no migration; the image is reported, and tried again.
@@ -391,7 +391,7 @@ fn an_image_that_stays_is_named_until_it_is_gone() {
 
     let end_state = thread::spawn(move || driver.run());
     source.send_message(&Message::Abort { epoch: Epoch(1), reason: "enough".to_owned() });
-    assert_eq!(end_state.join().unwrap(), DestinationState::Discarded);
+    assert_eq!(end_state.join().unwrap(), DestinationState::CopyDestroyed);
     let record = || world.context.journal.migration(&id(1)).unwrap().unwrap();
     assert!(!record().open, "it is over all the same");
     let message = record().message.unwrap();
@@ -414,34 +414,34 @@ fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
 
     let end_state = thread::spawn(move || driver.run());
     source.send_message(&Message::Verdict { epoch: Epoch(1), verdict: Verdict::Returned });
-    assert_eq!(end_state.join().unwrap(), DestinationState::Crashed { ran: false });
+    assert_eq!(end_state.join().unwrap(), DestinationState::Crashed { has_run: false });
     assert!(image.exists());
     let message = world.context.journal.migration(&id(1)).unwrap().unwrap().message.unwrap();
     assert!(message.contains("not known") && message.contains("otherwise those at b"), "{message}");
 }
 
 /// Returns the record of a guest with a page that was present before it arrived.
-fn untrusted(world: &World) -> host::missing_pages_record::MissingPagesRecord {
+fn unexpected_page(world: &World) -> host::missing_pages_record::MissingPagesRecord {
     missing_pages(world, &serde_json::json!({"page": {"block": 0, "page": 7}, "is_stopped": false}))
 }
 
 /// Returns the record of a guest with missing pages.
 fn missing_pages(
     world: &World,
-    untrusted: &serde_json::Value,
+    unexpected_page: &serde_json::Value,
 ) -> host::missing_pages_record::MissingPagesRecord {
     let record = serde_json::json!({
         "descriptor": 9999, "file": world.folder.path().join("missing-pages"), "regions": [],
-        "untrusted": untrusted,
+        "untrusted": unexpected_page,
     });
     serde_json::from_value(record).unwrap()
 }
 
 #[test]
-fn a_copy_with_a_page_that_cannot_be_trusted_is_never_run() {
+fn a_copy_with_an_unexpected_page_is_never_run() {
     let world = World::new();
     let (qemu, mut vm, incarnation) = arrived(&world);
-    vm.artifacts.missing_pages = Some(untrusted(&world));
+    vm.artifacts.missing_pages = Some(unexpected_page(&world));
     let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
     let (mut driver, mut source) = driver(&world, ready, Some(vm));
     driver.resources.stage = ArrivalStage::FoundComplete;
@@ -455,10 +455,10 @@ fn a_copy_with_a_page_that_cannot_be_trusted_is_never_run() {
 }
 
 #[test]
-fn a_guest_with_an_untrusted_page_is_stopped_once_and_reported() {
+fn a_guest_with_an_unexpected_page_is_stopped_once_and_reported() {
     let world = World::new();
     let (qemu, mut vm, incarnation) = arrived(&world);
-    vm.artifacts.missing_pages = Some(untrusted(&world));
+    vm.artifacts.missing_pages = Some(unexpected_page(&world));
     let (mut driver, mut source) = driver(&world, DestinationState::Completing { incarnation }, Some(vm));
     // All pages have arrived; but the source is needed until the guest is stopped.
     driver.resources.stage = ArrivalStage::FoundComplete;
@@ -473,16 +473,16 @@ fn a_guest_with_an_untrusted_page_is_stopped_once_and_reported() {
     qemu.monitor().ignores = None;
     let page = Some(proto::message::PageRequest { block: 0, page: 7 });
     source.receive_until(
-        |message| matches!(message, Message::Incomplete { untrusted, .. } if *untrusted == page),
+        |message| matches!(message, Message::Incomplete { unexpected_page, .. } if *unexpected_page == page),
     );
     source
-        .receive_until(|message| matches!(message, Message::Running { untrusted, .. } if *untrusted == page));
+        .receive_until(|message| matches!(message, Message::Running { unexpected_page, .. } if *unexpected_page == page));
     assert!(matches!(end_state.join().unwrap(), DestinationState::Active { .. }));
     let record = world.context.journal.migration(&id(1)).unwrap().unwrap();
     assert_eq!(record.details["missing_pages"]["untrusted"]["is_stopped"], true, "{}", record.details);
     assert!(record.message.as_deref().unwrap().contains("cannot be trusted"));
-    let finding = crate::untrusted_page::finding(&world.context, &record, None).unwrap();
+    let finding = crate::unexpected_page::finding(&world.context, &record, None).unwrap();
     assert_eq!(finding.code, "page-not-trusted");
-    let of_another = crate::untrusted_page::finding(&world.context, &record, Some(1));
+    let of_another = crate::unexpected_page::finding(&world.context, &record, Some(1));
     assert!(of_another.is_none(), "another QEMU has that name now");
 }

@@ -81,7 +81,7 @@ fn pages_that_an_earlier_agent_placed_leave_nothing_to_end() {
 #[test]
 fn what_a_discarded_copy_leaves_is_taken_once() {
     let left = Leftover { notice: "an image remains".to_owned(), remove: Box::new(|| true) };
-    let mut stage = ArrivalStage::Discarded(vec![left]);
+    let mut stage = ArrivalStage::CopyDestroyed(vec![left]);
     assert_eq!(stage.take_leftovers().len(), 1);
     assert!(stage.take_leftovers().is_empty());
     assert!(matches!(stage, ArrivalStage::Idle));

@@ -81,7 +81,7 @@ impl StateMachine for SourceDriver {
             }
             SourceEffect::StopVm => self.stop_vm()?,
             SourceEffect::FreezeQemu => self.with_vm(SourceVm::freeze)?,
-            SourceEffect::ReleaseQemu => self.with_vm(SourceVm::thaw)?,
+            SourceEffect::ThawQemu => self.with_vm(SourceVm::thaw)?,
             SourceEffect::ContinueVm => self.continue_vm(),
             SourceEffect::QuitQemu => self.quit_qemu(),
             SourceEffect::UndoAll => self.undo_all(),
@@ -151,7 +151,7 @@ impl SourceDriver {
     /// destination. They precede the effects behind the entry, of which GO is one.
     fn inform_participants(&mut self, entered: &SourceState) {
         match entered {
-            SourceState::Committed { ran: false, .. } => self.resources.participants.commit(),
+            SourceState::Committed { has_run: false, .. } => self.resources.participants.commit(),
             SourceState::Committed { .. } | SourceState::Done { .. } => self.resources.participants.running(),
             _ => {}
         }

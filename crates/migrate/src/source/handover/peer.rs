@@ -33,9 +33,9 @@ impl SourceDriver {
         self.session.record_contact(self.clock.now());
         let own = self.terms.epoch();
         let event = match message {
-            Message::Running { epoch, continue_us, since_us, resumed_us, agent_cpu_us, untrusted } => {
+            Message::Running { epoch, continue_us, since_us, resumed_us, agent_cpu_us, unexpected_page } => {
                 if epoch == own {
-                    self.record_untrusted(untrusted);
+                    self.record_unexpected_page(unexpected_page);
                     self.controls.report(|report| {
                         let known = &mut report.destination.agent_cpu_us;
                         *known = known.or(agent_cpu_us);
@@ -49,9 +49,9 @@ impl SourceDriver {
                 }
                 SourceEvent::Running { epoch }
             }
-            Message::Incomplete { epoch, generation, continue_us, since_us, resumed_us, untrusted } => {
+            Message::Incomplete { epoch, generation, continue_us, since_us, resumed_us, unexpected_page } => {
                 if epoch == own {
-                    self.record_untrusted(untrusted);
+                    self.record_unexpected_page(unexpected_page);
                     // An agent that restarted does not know how many sets of connections there were.
                     self.connections.generation = self.connections.generation.max(generation);
                     self.running(continue_us, since_us, resumed_us);

@@ -18,7 +18,7 @@ use crate::source::post_copy_server::PostCopyServer;
 use crate::source::stages::SourceStage;
 use crate::source::streams::OpenedStreams;
 use crate::source::{SourceDetails, SourceDriver};
-use crate::untrusted_page;
+use crate::unexpected_page;
 use host::ram::JournalledRegion;
 
 /// Result of an attempt to make new connections for pages.
@@ -45,7 +45,7 @@ impl SourceDriver {
         if self.session.may_be_needed() {
             self.read_left_memory();
         }
-        if matches!(self.session.state(), SourceState::Committed { ran: true, .. }) {
+        if matches!(self.session.state(), SourceState::Committed { has_run: true, .. }) {
             // The agent before this one may have died before it called this.
             self.resources.participants.running();
         }
@@ -193,11 +193,11 @@ impl SourceDriver {
     }
 
     /// Records that the destination found a page present that post-copy was to send, and has stopped the guest.
-    pub(super) fn record_untrusted(&mut self, page: Option<PageRequest>) {
-        let Some(page) = page.filter(|_| !self.reporter.has_untrusted_page) else { return };
-        self.reporter.has_untrusted_page = true;
+    pub(super) fn record_unexpected_page(&mut self, page: Option<PageRequest>) {
+        let Some(page) = page.filter(|_| !self.reporter.has_unexpected_page) else { return };
+        self.reporter.has_unexpected_page = true;
         let ram = self.agreement.proposal.as_ref().map_or(&[][..], |proposal| &proposal.ram);
-        let (to, page_message) = (&self.terms.destination, untrusted_page::page_message(page, ram));
+        let (to, page_message) = (&self.terms.destination, unexpected_page::page_message(page, ram));
         let page_message =
             format!("the VM was stopped at {to}: {page_message}; see `whimbrel vm show` there");
         self.note("page-not-trusted", &*page_message);

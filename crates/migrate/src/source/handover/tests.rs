@@ -88,12 +88,12 @@ fn running() -> Message {
         since_us: 0,
         resumed_us: None,
         agent_cpu_us: None,
-        untrusted: None,
+        unexpected_page: None,
     }
 }
 
 fn committed() -> SourceState {
-    SourceState::Committed { incarnation: incarnation(), run: true, ran: false }
+    SourceState::Committed { incarnation: incarnation(), run: true, has_run: false }
 }
 
 const STOPPED: SourceState = SourceState::Stopped { run: true };
@@ -216,7 +216,7 @@ fn link_cut_during_template_query_is_tolerated() {
         driver.query_destination_content(&accepted, &payload).map_err(|failure| failure.reason)?;
         driver.open_streams(&payload).map(drop).map_err(|failure| failure.reason)
     });
-    assert_eq!(control.receive_message(), Message::QueryTemplates { names: vec![] });
+    assert_eq!(control.receive_message(), Message::QueryTemplates { hashes: vec![] });
     drop(control);
     let _connections = mended(&world);
     opening.join().unwrap().unwrap();
@@ -453,7 +453,7 @@ fn source_keeps_the_vm_until_its_departure_is_journalled() {
             since_us: 0,
             resumed_us: None,
             agent_cpu_us: None,
-            untrusted: None,
+            unexpected_page: None,
         },
     });
     world.reaches("done");

@@ -292,7 +292,7 @@ impl SourceDriver {
             Err(error) => {
                 self.resources.cpu_throttle = None;
                 self.note("cpu-not-throttled", crate::chain(&error));
-                Some(ThrottleChange::ForGood)
+                Some(ThrottleChange::Unavailable)
             }
         }
     }

@@ -292,8 +292,8 @@ impl SourceDriver {
         self.freeze()?;
         let run = self.session.runs_afterwards();
         // Even if sending fails, the message may have arrived.
-        self.session.set_may_have_all(stopped.server.is_none());
-        self.send_message(&Message::Held { epoch: self.terms.epoch(), run })?;
+        self.session.set_destination_may_be_complete(stopped.server.is_none());
+        self.send_message(&Message::Frozen { epoch: self.terms.epoch(), run })?;
         let answer_by = self.switchover_deadline();
         match self.receive_message(answer_by)? {
             Message::Ready { epoch, incarnation, digest: loaded, load_us } => {
@@ -353,7 +353,7 @@ mod tests {
     /// Runs in a separate process, in which no thread can be started.
     #[test]
     #[ignore = "what the next test starts"]
-    fn alone() {
+    fn work_is_done_without_a_second_thread() {
         if thread::Builder::new().spawn(|| {}).is_ok() {
             return;
         }
@@ -367,7 +367,7 @@ mod tests {
 
     #[test]
     fn without_a_second_thread_both_run_one_after_the_other() {
-        let test = "source::phases::switchover::tests::alone";
+        let test = "source::phases::switchover::tests::work_is_done_without_a_second_thread";
         let output = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "--ignored", "--nocapture", "--test-threads=1", test])
             // No address space has room for such a stack.

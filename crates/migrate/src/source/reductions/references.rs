@@ -219,13 +219,13 @@ impl SourceDriver {
     /// Asks about pages from all over the disks, and records the destination's answers. This only saves bytes: answers
     /// that are late, too many, or lost with the link are not needed.
     fn query_templates(&mut self, payload: &Payload) -> Result<Vec<TemplateRun>, Failure> {
-        let names = sample_hashes(&self.resources.participants.pages_sent_first(), payload)
+        let hashes = sample_hashes(&self.resources.participants.pages_sent_first(), payload)
             .map_err(|error| Failure::local("cannot read the pages to send", &error))?;
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
         let mut taken = Vec::new();
         self.agreement.is_querying_templates = true;
         let result = self
-            .send_message(&Message::QueryTemplates { names })
+            .send_message(&Message::QueryTemplates { hashes })
             .and_then(|()| self.receive_templates(&mut taken, Instant::now() + patience));
         self.agreement.is_querying_templates = false;
         let why = match result {
@@ -255,7 +255,7 @@ impl SourceDriver {
             // Answers beyond the limits are not remembered, but received to their end.
             let is_too_much = template >= ADVERTISED_TEMPLATES || pages >= MAX_ADVERTISED_PAGES;
             for run in runs.into_iter().filter(|_| !is_too_much) {
-                let digits = run.names.as_bytes().chunks_exact(2 * CONTENT_HASH_BYTES);
+                let digits = run.hashes.as_bytes().chunks_exact(2 * CONTENT_HASH_BYTES);
                 let hashes =
                     digits.filter_map(|digits| from_hex(std::str::from_utf8(digits).ok()?)).collect();
                 let run = TemplateRun { template, first_page: run.first_page, hashes };

@@ -3,24 +3,24 @@
 use proto::Incarnation;
 use proto::message::RegistryRequest;
 
-use super::{Effect, Report, State, Transition};
+use super::{Effect, Report, State, DestinationTransition};
 use crate::handover::registry::{self, RequestPurpose};
-use crate::handover::{MigrationTerms, Move};
+use crate::handover::{MigrationTerms, Transition};
 
 /// Follows GO, from the source, the registry's offer, or an operator.
-pub(super) fn follow_go(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Transition {
-    let take = terms.registry.map(|since| registry::acquire_by_destination(terms, since));
-    match take {
+pub(super) fn follow_go(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> DestinationTransition {
+    let acquire = terms.registry.map(|since| registry::acquire_by_destination(terms, since));
+    match acquire {
         None => start(incarnation, run).within("no-registry"),
-        take => enter(State::Taking { incarnation: incarnation.clone(), run })
+        acquire => enter(State::Acquiring { incarnation: incarnation.clone(), run })
             .when("registry")
-            .then(ask(RequestPurpose::Take, take)),
+            .then(ask(RequestPurpose::Acquire, acquire)),
     }
 }
 
 /// This host owns the guest. STARTING is in the journal before `cont` is sent, so that a restarted agent knows that a
 /// vCPU may have run.
-pub(super) fn start(incarnation: &Incarnation, run: bool) -> Transition {
+pub(super) fn start(incarnation: &Incarnation, run: bool) -> DestinationTransition {
     if run {
         enter(State::Starting { incarnation: incarnation.clone(), again: false })
             .when("run")
@@ -31,7 +31,7 @@ pub(super) fn start(incarnation: &Incarnation, run: bool) -> Transition {
 }
 
 /// Sends another `cont`, after the registry has confirmed the owner again.
-pub(super) fn cont_again(terms: &MigrationTerms, to: Transition) -> Transition {
+pub(super) fn cont_again(terms: &MigrationTerms, to: DestinationTransition) -> DestinationTransition {
     if terms.registry.is_some() {
         to.when("registry").then(ask(RequestPurpose::Read, Some(registry::read(terms))))
     } else {
@@ -39,7 +39,7 @@ pub(super) fn cont_again(terms: &MigrationTerms, to: Transition) -> Transition {
     }
 }
 
-pub(super) fn activate(incarnation: &Incarnation) -> Transition {
+pub(super) fn activate(incarnation: &Incarnation) -> DestinationTransition {
     enter(State::Active { incarnation: incarnation.clone() }).then([
         Effect::Announce,
         Effect::SendRunning,
@@ -48,7 +48,7 @@ pub(super) fn activate(incarnation: &Incarnation) -> Transition {
 }
 
 /// Like [`activate`], but the source still has pages to send.
-pub(super) fn run_incomplete(incarnation: &Incarnation) -> Transition {
+pub(super) fn run_incomplete(incarnation: &Incarnation) -> DestinationTransition {
     enter(State::Completing { incarnation: incarnation.clone() }).then([
         // QEMU may be waiting for a page, and answer late.
         Effect::SendIncomplete,
@@ -57,7 +57,7 @@ pub(super) fn run_incomplete(incarnation: &Incarnation) -> Transition {
     ])
 }
 
-pub(super) fn refuse_through_registry(terms: &MigrationTerms) -> Transition {
+pub(super) fn refuse_through_registry(terms: &MigrationTerms) -> DestinationTransition {
     if terms.registry.is_some() {
         return_to_source(terms).when("registry")
     } else {
@@ -65,37 +65,37 @@ pub(super) fn refuse_through_registry(terms: &MigrationTerms) -> Transition {
     }
 }
 
-pub(super) fn return_to_source(terms: &MigrationTerms) -> Transition {
-    enter(State::Refusing).then(ask(RequestPurpose::GiveBack, Some(registry::return_to_source(terms))))
+pub(super) fn return_to_source(terms: &MigrationTerms) -> DestinationTransition {
+    enter(State::Refusing).then(ask(RequestPurpose::ReturnToSource, Some(registry::return_to_source(terms))))
 }
 
 /// REFUSED is sent only when no process remains that could hold the disks' locks.
-pub(super) fn refuse() -> Transition {
-    enter(State::Refused).then([Effect::Discard, Effect::SendRefused, Effect::Report(Report::Refused)])
+pub(super) fn refuse() -> DestinationTransition {
+    enter(State::Refused).then([Effect::DestroyCopy, Effect::SendRefused, Effect::Report(Report::Refused)])
 }
 
 /// REFUSED by the operator's decision: the registry, which would have to record it first, is lost.
-pub(super) fn refuse_without_registry() -> Transition {
+pub(super) fn refuse_without_registry() -> DestinationTransition {
     refuse().when("without-registry").when("run-elsewhere")
 }
 
-pub(super) fn discard(why: Report) -> Transition {
-    enter(State::Discarded).then([Effect::Discard, Effect::Report(why)])
+pub(super) fn destroy_copy(why: Report) -> DestinationTransition {
+    enter(State::CopyDestroyed).then([Effect::DestroyCopy, Effect::Report(why)])
 }
 
-pub(super) fn crash(ran: bool) -> Transition {
-    let tell = if ran { Effect::SendRunning } else { Effect::SendCrashed };
-    enter(State::Crashed { ran }).then([tell, Effect::Report(Report::Crashed)])
+pub(super) fn crash(has_run: bool) -> DestinationTransition {
+    let tell = if has_run { Effect::SendRunning } else { Effect::SendCrashed };
+    enter(State::Crashed { has_run }).then([tell, Effect::Report(Report::Crashed)])
 }
 
 /// The copy is lost with its host: it is unknown whether it has run.
-pub(super) fn crash_with_host() -> Transition {
-    enter(State::Crashed { ran: false }).then([Effect::SendCrashed, Effect::Report(Report::Lost)])
+pub(super) fn crash_with_host() -> DestinationTransition {
+    enter(State::Crashed { has_run: false }).then([Effect::SendCrashed, Effect::Report(Report::Lost)])
 }
 
 /// The host has booted since PREPARED: the copy is lost, and later entries may be. The registry has recorded whether
 /// it can have run, or the source knows that it cannot have.
-pub(super) fn enter_qemu_lost(terms: &MigrationTerms) -> Transition {
+pub(super) fn enter_qemu_lost(terms: &MigrationTerms) -> DestinationTransition {
     let qemu_lost = enter(State::QemuLost);
     match terms.registry {
         Some(_) => qemu_lost
@@ -107,9 +107,9 @@ pub(super) fn enter_qemu_lost(terms: &MigrationTerms) -> Transition {
 }
 
 /// Enters a state, by way of the journal.
-pub(super) fn enter(state: State) -> Transition {
+pub(super) fn enter(state: State) -> DestinationTransition {
     let durable = state.durable();
-    Move::to(state.clone()).then([Effect::Journal { state, durable }])
+    Transition::to(state.clone()).then([Effect::Journal { state, durable }])
 }
 
 pub(super) fn ask(why: RequestPurpose, request: Option<RegistryRequest>) -> Option<Effect> {

@@ -3,20 +3,20 @@
 use proto::Incarnation;
 use proto::message::RegistryRequest;
 
-use super::{Effect, Report, State, Transition};
+use super::{Effect, Report, State, SourceTransition};
 use crate::handover::registry::{self, RequestPurpose};
-use crate::handover::{MigrationTerms, Move};
+use crate::handover::{MigrationTerms, Transition};
 
 /// COMMITTED: journalled, and the source's QEMU held, before GO can reach the destination.
-pub(super) fn commit(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Transition {
-    enter(State::Committed { incarnation: incarnation.clone(), run, ran: false })
+pub(super) fn commit(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> SourceTransition {
+    enter(State::Committed { incarnation: incarnation.clone(), run, has_run: false })
         .then([Effect::FreezeQemu, Effect::SendGo { incarnation: incarnation.clone(), run }])
         .asking(RequestPurpose::Offer, offer(terms, incarnation, run))
 }
 
 /// COMMITTED, with the durable note that the guest has run at the destination.
-pub(super) fn serve(incarnation: &Incarnation, run: bool) -> Transition {
-    enter(State::Committed { incarnation: incarnation.clone(), run, ran: true })
+pub(super) fn serve(incarnation: &Incarnation, run: bool) -> SourceTransition {
+    enter(State::Committed { incarnation: incarnation.clone(), run, has_run: true })
         .then([Effect::Report(Report::Incomplete)])
 }
 
@@ -25,19 +25,19 @@ pub(super) fn commit_without_qemu(
     terms: &MigrationTerms,
     incarnation: &Incarnation,
     run: bool,
-) -> Transition {
+) -> SourceTransition {
     enter(State::QemuLost { incarnation: Some(incarnation.clone()), run })
         .then([Effect::SendGo { incarnation: incarnation.clone(), run }])
         .asking(RequestPurpose::Offer, offer(terms, incarnation, run))
 }
 
 /// ABORTED where the guest was not stopped, or has ended.
-pub(super) fn abort(why: Report) -> Transition {
+pub(super) fn abort(why: Report) -> SourceTransition {
     enter(State::Aborted).then([Effect::UndoAll, Effect::SendAbort, Effect::Report(why)])
 }
 
 /// ABORTED where the guest is stopped: it is continued first, and cleaning up waits.
-pub(super) fn abort_stopped(run: bool, why: Report) -> Transition {
+pub(super) fn abort_stopped(run: bool, why: Report) -> SourceTransition {
     if run {
         enter(State::Aborting).when("run").then([Effect::ContinueVm, Effect::SendAbort, Effect::Report(why)])
     } else {
@@ -49,18 +49,18 @@ pub(super) fn enter_qemu_lost(
     terms: &MigrationTerms,
     incarnation: Option<&Incarnation>,
     run: bool,
-) -> Transition {
+) -> SourceTransition {
     let state = State::QemuLost { incarnation: incarnation.cloned(), run };
     repeat_messages(enter(state).then([Effect::Report(Report::QemuLost)]), terms, incarnation, run)
 }
 
 /// Repeated messages of a source that has lost its QEMU.
 pub(super) fn repeat_messages(
-    to: Transition,
+    to: SourceTransition,
     terms: &MigrationTerms,
     incarnation: Option<&Incarnation>,
     run: bool,
-) -> Transition {
+) -> SourceTransition {
     match incarnation {
         Some(incarnation) => to
             .when("committed")
@@ -76,19 +76,19 @@ pub(super) fn reclaim(
     incarnation: Option<&Incarnation>,
     run: bool,
     force: bool,
-) -> Transition {
+) -> SourceTransition {
     match terms.registry {
         None => enter_returned(run).within("no-registry"),
         Some(since) => {
-            let take = Some(registry::acquire_by_source(terms, since));
+            let acquire = Some(registry::acquire_by_source(terms, since));
             let state = State::Reclaiming { incarnation: incarnation.cloned(), run, force };
-            enter(state).when("registry").then(ask(RequestPurpose::Take, take))
+            enter(state).when("registry").then(ask(RequestPurpose::Acquire, acquire))
         }
     }
 }
 
 /// The operator's decision replaces that of the registry, which is lost.
-pub(super) fn without_registry(incarnation: Option<&Incarnation>, run: bool, run_here: bool) -> Transition {
+pub(super) fn without_registry(incarnation: Option<&Incarnation>, run: bool, run_here: bool) -> SourceTransition {
     if run_here {
         enter_returned(run).within("run-here").within("without-registry")
     } else {
@@ -97,16 +97,16 @@ pub(super) fn without_registry(incarnation: Option<&Incarnation>, run: bool, run
 }
 
 /// RETURNED: the destination has refused, or the registry or an operator has decided.
-pub(super) fn enter_returned(run: bool) -> Transition {
+pub(super) fn enter_returned(run: bool) -> SourceTransition {
     if run {
         enter(State::Returning).when("run").then([
-            Effect::ReleaseQemu,
+            Effect::ThawQemu,
             Effect::ContinueVm,
             Effect::Report(Report::Returned),
         ])
     } else {
         enter(State::Returned).when("paused").then([
-            Effect::ReleaseQemu,
+            Effect::ThawQemu,
             Effect::UndoAll,
             Effect::Report(Report::Returned),
         ])
@@ -114,10 +114,10 @@ pub(super) fn enter_returned(run: bool) -> Transition {
 }
 
 /// The destination owns the VM: the source waits as before.
-pub(super) fn abandon_reclaim(incarnation: Option<&Incarnation>, run: bool) -> Transition {
+pub(super) fn abandon_reclaim(incarnation: Option<&Incarnation>, run: bool) -> SourceTransition {
     let lost = Effect::Report(Report::DestinationOwns);
     match incarnation {
-        Some(incarnation) => enter(State::Committed { incarnation: incarnation.clone(), run, ran: false })
+        Some(incarnation) => enter(State::Committed { incarnation: incarnation.clone(), run, has_run: false })
             .when("destination-owns")
             .then([lost, Effect::SendGo { incarnation: incarnation.clone(), run }]),
         None => enter(State::QemuLost { incarnation: None, run })
@@ -127,15 +127,15 @@ pub(super) fn abandon_reclaim(incarnation: Option<&Incarnation>, run: bool) -> T
     }
 }
 
-pub(super) fn finish(incarnation: Option<&Incarnation>, run: bool) -> Transition {
+pub(super) fn finish(incarnation: Option<&Incarnation>, run: bool) -> SourceTransition {
     enter(State::Done { incarnation: incarnation.cloned(), run })
         .then([Effect::QuitQemu, Effect::Report(Report::Done)])
 }
 
 /// Enters a state, by way of the journal.
-pub(super) fn enter(state: State) -> Transition {
+pub(super) fn enter(state: State) -> SourceTransition {
     let durable = state.durable();
-    Move::to(state.clone()).then([Effect::Journal { state, durable }])
+    Transition::to(state.clone()).then([Effect::Journal { state, durable }])
 }
 
 pub(super) fn offer(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Option<RegistryRequest> {

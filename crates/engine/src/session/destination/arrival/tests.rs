@@ -24,13 +24,13 @@ fn ready() -> DestinationSession {
 fn parts() -> Vec<Message> {
     let digest = String::new();
     vec![
-        Message::QueryTemplates { names: vec![] },
+        Message::QueryTemplates { hashes: vec![] },
         Message::Verify { block: 0, first_chunk: 0, hashes: vec![] },
         Message::Discard { bytes: 1, digest: digest.clone() },
         Message::MissingPages { bytes: 1, digest: digest.clone(), round: 0 },
         Message::Claims { cards: vec![] },
         Message::DeviceState { bytes: 1, state_bytes: 1, digest },
-        Message::Held { epoch: EPOCH, run: true },
+        Message::Frozen { epoch: EPOCH, run: true },
         Message::Resume,
     ]
 }
@@ -61,7 +61,7 @@ fn new_connections_bring_missing_pages_after_ready_too() {
 
 #[test]
 fn another_migration_holds_no_source() {
-    let other = Message::Held { epoch: Epoch(8), run: true };
+    let other = Message::Frozen { epoch: Epoch(8), run: true };
     assert_eq!(prepared().admission(&other, ON_CONTROL), Admission::Unexpected);
 }
 
@@ -158,7 +158,7 @@ fn lists_of_pages_need_post_copy_and_a_length() {
 
 #[test]
 fn a_host_is_ready_when_nothing_waits_for_nobody() {
-    let admit = DestinationSession::admit_held;
+    let admit = DestinationSession::admit_frozen;
     for (has_missing_pages, run) in [(false, false), (false, true), (true, true)] {
         assert_eq!(admit(true, has_missing_pages, run), Ok(()));
         assert_eq!(admit(false, has_missing_pages, run), Err(NotReady::NotLoaded));

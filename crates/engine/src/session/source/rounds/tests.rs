@@ -60,7 +60,7 @@ fn without_a_round_before_the_scan_nothing_is_decided() {
         rounds.cut();
     }
     assert!(rounds.is_first());
-    let frees = |event: &PolicyEvent| *event == PolicyEvent::ThrottleChanged { change: ThrottleChange::Free };
+    let frees = |event: &PolicyEvent| *event == PolicyEvent::ThrottleChanged { change: ThrottleChange::Lifted };
     let observed = rounds.policy().trace().entries.iter().map(|entry| entry.observed);
     assert_eq!(observed.filter(frees).count(), 2);
 }
@@ -152,7 +152,7 @@ fn memory_is_discarded_once_before_rounds_of_disks_alone() {
 
 #[test]
 fn a_policy_that_gives_up_ends_the_rounds() {
-    let goals = PreCopyGoals { max_downtime_ns: 1, max_rounds: 1, max_total_ns: None };
+    let goals = PreCopyGoals { max_downtime_ns: 1, max_passes: 1, max_total_ns: None };
     let policy = PatternPolicy::new(goals, OnLimit::Abort, FixedCost::default());
     let mut rounds = Rounds::new(TracedStopPolicy::new(policy));
     rounds.end_first_pass();
@@ -161,7 +161,7 @@ fn a_policy_that_gives_up_ends_the_rounds() {
     assert!(matches!(decided.decision, Decision::GiveUp { .. }), "{decided:?}");
     assert_eq!(decided.demand, None);
     let RoundStep::GiveUp { reason } = rounds.next_step(CUT) else { panic!("it goes on") };
-    assert_eq!(reason.limit, Limit::Rounds);
+    assert_eq!(reason.limit, Limit::Passes);
 }
 
 #[test]
@@ -202,7 +202,7 @@ fn observation_covers_round_scan_and_interval() {
         ..ScanResult::default()
     };
     let expected = RoundObservation {
-        round: 14,
+        pass: 14,
         dirty_pages: 10,
         full_pages: 11,
         pages_sent: 1,

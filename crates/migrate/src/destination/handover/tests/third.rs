@@ -32,7 +32,7 @@ fn a_third_participant_takes_part_in_an_arrival_that_fails() {
     assert_eq!(taken(&steps), ["third learn Claims { cards: [] }"]);
     let end_state = thread::spawn(move || driver.run());
     source.send_message(&Message::Abort { epoch: Epoch(1), reason: "enough".to_owned() });
-    assert_eq!(end_state.join().unwrap(), DestinationState::Discarded);
+    assert_eq!(end_state.join().unwrap(), DestinationState::CopyDestroyed);
     assert_eq!(taken(&steps), ["third abandon", "third undo Never"], "the engine's effect reaches it");
 }
 
@@ -67,7 +67,7 @@ fn a_third_participant_learns_that_a_lost_guest_may_have_run() {
     }));
     let end_state = thread::spawn(move || driver.run());
     source.send_message(&Message::Verdict { epoch: Epoch(1), verdict: Verdict::Returned });
-    assert_eq!(end_state.join().unwrap(), DestinationState::Crashed { ran: false });
+    assert_eq!(end_state.join().unwrap(), DestinationState::Crashed { has_run: false });
     assert_eq!(taken(&steps), ["parts abandon", "parts undo Possibly"]);
     let message = || world.context.journal.migration(&id(1)).unwrap().unwrap().message.unwrap();
     // What it leaves behind is reported until it is gone.

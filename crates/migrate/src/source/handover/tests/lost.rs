@@ -17,7 +17,7 @@ fn guest_lost_before_all_was_sent_is_given_up() {
     assert_eq!(world.state(), State::Source(SourceState::Aborted));
     assert!(matches!(peer.receive_until_closed()[..], [Message::Inquire { .. }, Message::Abort { .. }]));
     let (outcome, reason) = controls.report(|report| (report.outcome, report.reason.clone()));
-    assert_eq!(outcome, Outcome::Ended);
+    assert_eq!(outcome, Outcome::VmEnded);
     assert_eq!(reason.as_deref(), Some("QEMU ended"), "QEMU is not queried any more");
 }
 
@@ -28,7 +28,7 @@ fn a_guest_that_is_lost_after_all_of_it_was_sent_may_be_there() {
     let (mut driver, ..) = driver(&world, STOPPED, None);
     driver.connections.control = Some(driver.connect_control().unwrap());
     let mut peer = world.accept();
-    driver.session.set_may_have_all(true);
+    driver.session.set_destination_may_be_complete(true);
     driver.phases_ended(&SourceEvent::QemuDied);
     let end_state = thread::spawn(move || driver.run_to_end());
     peer.receive_until(|message| matches!(message, Message::Inquire { .. }));
@@ -75,14 +75,14 @@ fn guest_lost_before_committed_with_post_copy_is_given_up() {
 fn memory_that_cannot_be_read_keeps_no_event_waiting() {
     let world = World::new();
     let qemu = Qemu::start(world.folder.path());
-    let state = SourceState::Committed { incarnation: incarnation(), run: true, ran: true };
+    let state = SourceState::Committed { incarnation: incarnation(), run: true, has_run: true };
     let (mut driver, mailbox, _) = driver(&world, state, None);
     let vm = SourceVm::find(&world.context, &qemu.record()).unwrap();
     let region = serde_json::json!({ "name": "ram", "bytes": 4096, "page_bytes": 4096, "address": 4096 });
     let post_copied_regions = Some(vec![serde_json::from_value(region).unwrap()]);
     let (boot_id, process) = (world.context.boot_id.clone(), None);
     let details = SourceDetails { boot_id, accepted: true, post_copied_regions, process, vm_ended: false };
-    mailbox.put(SourceNotice::Event(SourceEvent::OperatorDecided(OperatorDecision::RunElsewhere)));
+    mailbox.put(SourceNotice::Event(SourceEvent::OperatorDecided(OperatorDecision::DiscardCopy)));
     let (end_state, settles) = mpsc::channel();
     thread::spawn(move || {
         let found = driver.found_with(vm, Some(&details));

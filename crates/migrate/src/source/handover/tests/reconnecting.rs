@@ -7,7 +7,7 @@ use ::memory::RecentWrites;
 
 /// Returns a driver whose destination runs the guest, and has lost its connections for pages.
 fn cut(world: &World) -> (SourceDriver, Arc<MigrationControls>) {
-    let state = SourceState::Committed { incarnation: incarnation(), run: true, ran: true };
+    let state = SourceState::Committed { incarnation: incarnation(), run: true, has_run: true };
     let (mut driver, _, controls) = driver(world, state, None);
     let (remaining, rate) = (driver.telemetry.remaining(), Arc::clone(&controls.rate));
     let server = PostCopyServer::new(Vec::new().into(), RecentWrites::default(), remaining, rate);

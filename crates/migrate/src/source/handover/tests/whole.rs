@@ -74,7 +74,7 @@ fn receive(world: &World) -> (Peer, Receiver, String) {
     loop {
         match control.0.recv(Some(Instant::now() + host::testing::PATIENCE)).unwrap() {
             Incoming::Message(Message::DeviceState { digest, .. }) => loaded = digest,
-            Incoming::Message(Message::Held { .. }) => return (control, receiver, loaded),
+            Incoming::Message(Message::Frozen { .. }) => return (control, receiver, loaded),
             Incoming::Message(_) | Incoming::Blob(_) => {}
         }
     }

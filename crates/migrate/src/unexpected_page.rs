@@ -32,7 +32,7 @@ pub(crate) fn page_message(PageRequest { block, page }: PageRequest, ram: &[Prop
 
 /// Returns the page that the journal has for an arrived or arriving VM.
 pub fn of_record(record: &MigrationRecord) -> Option<PageRequest> {
-    artifacts(record)?.missing_pages?.untrusted.map(|untrusted| untrusted.page)
+    artifacts(record)?.missing_pages?.unexpected_page.map(|unexpected_page| unexpected_page.page)
 }
 
 fn artifacts(record: &MigrationRecord) -> Option<ArrivalArtifacts> {

@@ -1,4 +1,4 @@
-//! Reaction to a page that was present before it arrived ([`untrusted_page`](crate::untrusted_page)): this copy is not run,
+//! Reaction to a page that was present before it arrived ([`unexpected_page`](crate::unexpected_page)): this copy is not run,
 //! or the guest is stopped.
 
 use engine::handover::destination::{DestinationReport, DestinationState};
@@ -7,35 +7,35 @@ use tracing::{error, warn};
 
 use super::DestinationDriver;
 use super::post_copy_receiver::PostCopyReceiver;
-use crate::untrusted_page::page_message;
-use host::missing_pages_record::UntrustedPage;
+use crate::unexpected_page::page_message;
+use host::missing_pages_record::UnexpectedPage;
 use store::journal::Durability;
 
 impl DestinationDriver {
     /// Returns the recorded page, if there is one.
-    pub(super) fn untrusted(&self) -> Option<UntrustedPage> {
-        self.resources.vm.as_ref()?.artifacts.missing_pages.as_ref()?.untrusted
+    pub(super) fn unexpected_page(&self) -> Option<UnexpectedPage> {
+        self.resources.vm.as_ref()?.artifacts.missing_pages.as_ref()?.unexpected_page
     }
 
     /// Returns the message about the page, if there is one.
-    pub(super) fn untrusted_message(&self) -> Option<String> {
-        self.untrusted().map(|untrusted| page_message(untrusted.page, &self.proposal.ram))
+    pub(super) fn unexpected_page_message(&self) -> Option<String> {
+        self.unexpected_page().map(|unexpected_page| page_message(unexpected_page.page, &self.proposal.ram))
     }
 
     /// Records a page that was found, and discards the copy or stops the guest.
-    pub(super) fn check_untrusted_page(&mut self) {
-        let found = self.resources.stage.missing().and_then(PostCopyReceiver::untrusted);
-        if let Some(page) = found.filter(|_| self.untrusted().is_none()) {
-            self.record_untrusted(UntrustedPage { page, is_stopped: false });
+    pub(super) fn check_unexpected_page(&mut self) {
+        let found = self.resources.stage.missing().and_then(PostCopyReceiver::unexpected_page);
+        if let Some(page) = found.filter(|_| self.unexpected_page().is_none()) {
+            self.record_unexpected_page(UnexpectedPage { page, is_stopped: false });
             error!(
                 migration = %self.terms.migration,
-                why = self.untrusted_message(),
+                why = self.unexpected_page_message(),
                 "the guest must not run with an untrusted page"
             );
         }
-        match (self.untrusted_message(), self.session.state()) {
+        match (self.unexpected_page_message(), self.session.state()) {
             (Some(page_message), DestinationState::Prepared) => self.fail(&page_message),
-            (Some(_), DestinationState::Completing { .. }) => self.stop_untrusted(),
+            (Some(_), DestinationState::Completing { .. }) => self.stop_for_unexpected_page(),
             // Nothing can be decided here yet; the page is checked before the guest is continued.
             _ => {}
         }
@@ -43,11 +43,11 @@ impl DestinationDriver {
 
     /// True if the guest is still to be stopped.
     pub(super) fn is_to_be_stopped(&self) -> bool {
-        self.untrusted().is_some_and(|untrusted| !untrusted.is_stopped)
+        self.unexpected_page().is_some_and(|unexpected_page| !unexpected_page.is_stopped)
     }
 
-    fn stop_untrusted(&mut self) {
-        let Some(untrusted) = self.untrusted().filter(|untrusted| !untrusted.is_stopped) else { return };
+    fn stop_for_unexpected_page(&mut self) {
+        let Some(unexpected_page) = self.unexpected_page().filter(|unexpected_page| !unexpected_page.is_stopped) else { return };
         // Until the next attempt other notices are processed.
         if !self.session.may_stop_guest(self.clock.now()) {
             return;
@@ -60,16 +60,16 @@ impl DestinationDriver {
             self.session.stop_again_after(self.clock.read(), self.retry());
             return error!(error = crate::chain(&error), "cannot stop the guest; trying again");
         }
-        self.record_untrusted(UntrustedPage { is_stopped: true, ..untrusted });
+        self.record_unexpected_page(UnexpectedPage { is_stopped: true, ..unexpected_page });
         self.reporter.last_report = None;
         self.report_to_user(DestinationReport::Incomplete);
         self.send_incomplete();
     }
 
-    fn record_untrusted(&mut self, untrusted: UntrustedPage) {
+    fn record_unexpected_page(&mut self, unexpected_page: UnexpectedPage) {
         let Some(vm) = &mut self.resources.vm else { return };
         if let Some(record) = &mut vm.artifacts.missing_pages {
-            record.untrusted = Some(untrusted);
+            record.unexpected_page = Some(unexpected_page);
         }
         if let Err(error) = vm.artifacts.keep(&self.context, &self.terms.migration, Durability::Process) {
             warn!(error = crate::chain(&error), "cannot record an untrusted page in the journal");

@@ -121,7 +121,7 @@ pub(crate) enum Command {
         /// Longest downtime, in milliseconds
         #[arg(long, value_name = "MS", group = "limits")]
         max_downtime: Option<u64>,
-        /// Most rounds of pre-copy
+        /// Most passes over the dirty pages in pre-copy
         #[arg(long, value_name = "N", group = "limits")]
         max_passes: Option<u32>,
         /// With `--policy sla`: longest total time, in seconds from the start of the migration; 0 for no limit
@@ -349,11 +349,11 @@ pub(crate) struct RecoverCommand {
     /// Run the VM on this host: the other host does not run it and never will
     #[arg(long, group = "decision")]
     pub run_here: bool,
-    /// Give up this host's copy: the other host has the VM, or no host shall run it
+    /// Discard this host's copy: the other host has the VM, or no host shall run it
     #[arg(long, group = "decision")]
     pub discard_copy: bool,
     /// Claim the VM in the ownership registry even if the other host has won there: that host never ran the VM
-    #[arg(long, requires = "run_here", conflicts_with = "give_up")]
+    #[arg(long, requires = "run_here", conflicts_with = "discard_copy")]
     pub overrule_registry: bool,
     /// Do not use the ownership registry, which is lost for good; no other host may rely on it any longer
     #[arg(long, requires = "decision", conflicts_with = "overrule_registry")]

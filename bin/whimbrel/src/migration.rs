@@ -120,7 +120,7 @@ fn row(status: &MigrationStatus) -> [String; 6] {
         Standing::Underway => "under way",
         Standing::Done => "done",
         Standing::Failed => "failed",
-        Standing::VmEnded => "ended",
+        Standing::VmEnded => "VM ended",
         Standing::InDoubt => "in doubt",
     };
     let remark = [&status.message, &status.advice].into_iter().flatten().cloned().collect::<Vec<_>>();
@@ -180,7 +180,7 @@ pub(crate) fn limit(client: &Client, vm: &VmName, limits: &Limits, output: &Outp
             text.line(format_args!("max downtime  {ms} ms"));
         }
         if let Some(passes) = limits.max_passes {
-            text.line(format_args!("max rounds    {passes}"));
+            text.line(format_args!("max passes    {passes}"));
         }
         if let Some(ms) = limits.max_total_ms {
             text.line(format_args!("max total     {} s", ms / 1000));

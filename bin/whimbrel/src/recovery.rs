@@ -50,7 +50,7 @@ fn text(report: &RecoverReport, command: &RecoverCommand) -> String {
         return text.finish();
     }
     if decides {
-        let decision = if command.run_here { "--run-here" } else { "--give-up" };
+        let decision = if command.run_here { "--run-here" } else { "--discard-copy" };
         let registry = match (command.overrule_registry, command.without_registry) {
             (true, _) => " --overrule-registry",
             (_, true) => " --without-registry",
@@ -67,8 +67,8 @@ fn text(report: &RecoverReport, command: &RecoverCommand) -> String {
             "It settles by itself when the other host or the registry can be reached. An operator can decide:"
         ));
         for (decision, what) in [
-            ("--run-here", "--run-here`  the VM is to run on this host"),
-            ("--give-up", "--give-up`   the other host has it, or no host shall run it"),
+            ("--run-here", "--run-here`      the VM is to run on this host"),
+            ("--discard-copy", "--discard-copy`  the other host has it, or no host shall run it"),
         ] {
             if report.risked.iter().any(|choice| choice.starts_with(decision)) {
                 text.line(format_args!("  `whimbrel recover {vm} {what}"));

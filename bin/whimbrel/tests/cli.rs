@@ -116,10 +116,10 @@ fn usage_errors_are_2() {
         (&["migrate", "web", "--to", "beta", "--bandwidth", "fast"], "10Gbit"),
         (&["migrate", "web", "--to", "beta", "--on-limit", "hope"], "abort"),
         (&["limit", "web"], "--bandwidth"),
-        (&["recover", "web", "--run-here", "--give-up"], "cannot be used with"),
+        (&["recover", "web", "--run-here", "--discard-copy"], "cannot be used with"),
         (&["recover", "web", "--without-registry"], "--run-here"),
         (&["recover", "web", "--overrule-registry"], "--run-here"),
-        (&["recover", "web", "--give-up", "--overrule-registry"], "cannot be used with"),
+        (&["recover", "web", "--discard-copy", "--overrule-registry"], "cannot be used with"),
         (&["vm", "adopt"], "--pid"),
         (&["fly"], "fly"),
     ];
@@ -309,7 +309,7 @@ fn a_decision_is_described_before_it_is_carried_out() {
     let world = World::new();
     world.run(&["migrate", "web", "--to", "limbo"]);
     let asked = world.run(&["recover", "web"]);
-    expect(&asked, 3, &["Known:", "committed to beta", "--run-here", "--give-up"], &[]);
+    expect(&asked, 3, &["Known:", "committed to beta", "--run-here", "--discard-copy"], &[]);
     let described = world.run(&["recover", "web", "--run-here"]);
     expect(&described, 3, &["Risk:", "same disks", "Nothing was done", "--accept-risk"], &[]);
     let done = world.run(&["recover", "web", "--run-here", "--accept-risk"]);
@@ -326,8 +326,8 @@ fn a_decision_is_described_before_it_is_carried_out() {
     let forced = world.run(&["recover", "web", "--run-here", "--overrule-registry"]);
     let override_options = "--run-here --overrule-registry --accept-risk";
     expect(&forced, 3, &["Nothing was done", override_options], &[]);
-    let without = world.run(&["recover", "web", "--give-up", "--without-registry"]);
-    expect(&without, 3, &["--give-up --without-registry --accept-risk"], &[]);
+    let without = world.run(&["recover", "web", "--discard-copy", "--without-registry"]);
+    expect(&without, 3, &["--discard-copy --without-registry --accept-risk"], &[]);
     let asked = world.fake.asked();
     assert!(asked[1].contains(r#""registry":"overridden""#), "{asked:?}");
     assert!(asked[2].contains(r#""registry":"none""#), "{asked:?}");

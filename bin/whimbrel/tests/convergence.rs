@@ -253,7 +253,7 @@ fn copying_gives_way_to_a_guest_that_waits_for_processors() {
     let cluster = Cluster::with(&Setup { link, ..Setup::default() });
     // So much that it is not given up before the waiting is detected.
     let _guest = cluster.guest(&writing(96, 200));
-    let words = ["migrate", "vm1", "--to", "b", "--verify", "--max-rounds", "1000", "--compress", "none"];
+    let words = ["migrate", "vm1", "--to", "b", "--verify", "--max-passes", "1000", "--compress", "none"];
     let migration = cluster.a.begin(&words);
     cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");
     let crowd = Crowd::come();
@@ -295,7 +295,7 @@ fn no_limit_on_processors_outlives_the_migration() {
     }
     let (mut cluster, guest) = stage(200);
     let words =
-        ["migrate", "vm1", "--to", "b", "--throttle-cpu", "drain", "--max-rounds", "1000", "--detach"];
+        ["migrate", "vm1", "--to", "b", "--throttle-cpu", "drain", "--max-passes", "1000", "--detach"];
     for is_cancelled in [true, false] {
         cluster.a.cli(&words).ok();
         until("the guest is slowed down", || is_throttled(guest.pid()));
@@ -319,7 +319,7 @@ fn no_limit_on_processors_outlives_a_killed_agent() {
     }
     let (mut cluster, guest) = stage(200);
     let words =
-        ["migrate", "vm1", "--to", "b", "--throttle-cpu", "drain", "--max-rounds", "1000", "--detach"];
+        ["migrate", "vm1", "--to", "b", "--throttle-cpu", "drain", "--max-passes", "1000", "--detach"];
     cluster.a.cli(&words).ok();
     until("the guest is slowed down", || is_throttled(guest.pid()));
     cluster.a.kill();

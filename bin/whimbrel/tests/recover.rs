@@ -175,7 +175,7 @@ fn a_copy_that_is_given_up_is_gone() {
     let doubt = HeldMigration::at(COMMITTED, false, |cluster| cluster.lab.cut_both().unwrap());
     doubt.wait_for("a", "committed");
     doubt.wait_for("b", "ready");
-    doubt.decide("a", &["--give-up"]);
+    doubt.decide("a", &["--discard-copy"]);
     assert!(doubt.cluster.a.vm("vm1").is_none());
     assert_eq!(qemus(&doubt.cluster, "a"), [0_u32; 0]);
     doubt.decide("b", &["--run-here"]);
@@ -207,7 +207,7 @@ fn a_copy_whose_other_may_have_run_is_kept_for_the_operator() {
 
 #[test]
 fn an_operator_overrules_a_destination_that_won_the_registry() {
-    let won = "destination/taking/registry-answered[destination-owns,run]:after-1-journal";
+    let won = "destination/acquiring/registry-answered[destination-owns,run]:after-1-journal";
     let mut doubt = HeldMigration::at(won, true, |cluster| power_off(cluster, "b"));
     let owner = |doubt: &HeldMigration| {
         let path = doubt.cluster.witness.as_ref().unwrap().directory.join("state");
@@ -246,7 +246,7 @@ fn a_registry_that_is_lost_stops_no_operator() {
         lose(cluster);
         power_off(cluster, "a");
     });
-    doubt.wait_for("b", "taking");
+    doubt.wait_for("b", "acquiring");
     doubt.wait_for_operator("b");
     doubt.decide("b", &["--run-here", "--without-registry"]);
     doubt.assert_runs_at("b");

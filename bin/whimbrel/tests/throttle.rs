@@ -46,7 +46,7 @@ fn diabolical() -> (Cluster, Guest, [String; 4], SmallFileSystem) {
 fn a_throttle_moves_a_guest_that_writes_faster_than_the_link() {
     let (cluster, _guest, slowly, _storage) = diabolical();
     let slowly = slowly.each_ref().map(String::as_str);
-    let migrate = ["migrate", "vm1", "--to", "b", "--max-rounds", "5"];
+    let migrate = ["migrate", "vm1", "--to", "b", "--max-passes", "5"];
     let left_alone = cluster.a.cli(&[&migrate[..], &slowly].concat());
     assert_eq!(left_alone.code, 1, "{left_alone:?}");
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
@@ -136,6 +136,6 @@ fn a_throttle_without_copied_disks_keeps_the_round_limit() {
     assert_eq!(output.code, 1, "{output:?}");
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert!(report["reason"].as_str().unwrap().contains("rounds"), "{report:#}");
-    assert_eq!(report["settings"]["max_rounds"], 30, "{report:#}");
+    assert_eq!(report["settings"]["max_passes"], 30, "{report:#}");
     assert!(guest.serial().check().unwrap().ok);
 }

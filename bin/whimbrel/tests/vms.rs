@@ -256,10 +256,10 @@ fn a_vm_that_ends_while_it_is_moved() {
         cluster.a.wait_settled();
         cluster.b.wait_settled();
         let report = cluster.a.cli(&["report", "vm1"]).ok().json();
-        assert_eq!(report["outcome"], "ended", "{report:#}");
+        assert_eq!(report["outcome"], "vm-ended", "{report:#}");
         assert!(report["reason"].as_str().unwrap().contains(reason), "{report:#}");
         let last = cluster.a.cli(&["migrations"]).ok().json();
-        assert_eq!((&last[0]["standing"], &last[0]["state"]), (&"ended".into(), &"aborted".into()));
+        assert_eq!((&last[0]["standing"], &last[0]["state"]), (&"vm-ended".into(), &"aborted".into()));
         assert_eq!(cluster.a.vm("vm1").unwrap()["state"], "gone");
         assert!(cluster.b.vm("vm1").is_none());
         cluster.a.cli(&["vm", "forget", "vm1"]).ok();

@@ -146,7 +146,8 @@ fn connections_go_on_in_another_network_and_back() {
     let before = networks(&cluster);
 
     // An address that another machine has, and one of no network there, are refused before the guest is touched.
-    for (address, code) in [(NEW_GATEWAY, "address-in-use"), (Ipv4Addr::new(10, 99, 0, 1), "address-foreign")]
+    for (address, code) in
+        [(NEW_GATEWAY, "address-in-use"), (Ipv4Addr::new(10, 99, 0, 1), "address-outside-subnet")]
     {
         let new = format!("{}={address}", vm_address(1));
         let check = cluster.a.cli(&["migrate", VM, "--to", "b", "--check", "--new-address", &new]);

@@ -82,7 +82,7 @@ options! {
     #[arg(long = "max-total", value_name = "SECONDS", value_parser = seconds_in_ms)]
     max_total_ms: u64 = 0;
 
-    /// Maximum number of rounds of pre-copy (30)
+    /// Maximum number of passes over the dirty pages in pre-copy (30)
     #[arg(long, value_name = "N")]
     max_passes: u32 = 30;
 
@@ -90,7 +90,7 @@ options! {
     #[arg(long, value_name = "N")]
     hybrid_passes: u32 = 1;
 
-    /// Action when the rounds or the time are used up, or rounds make no progress for a while: `abort` leaves the VM at
+    /// Action when the passes or the time are used up, or rounds make no progress for a while: `abort` leaves the VM at
     /// the source, `stop` stops the VM and sends the rest in any length of time, `post-copy` sends the rest after the
     /// VM has resumed at the destination (abort)
     #[arg(long, value_name = "abort|stop|post-copy", hide_possible_values = true)]
@@ -114,7 +114,8 @@ options! {
     #[arg(long, value_name = "off|drain", hide_possible_values = true)]
     throttle_cpu: ThrottleCpu = ThrottleCpu::Off;
 
-    /// Send copied disks completely, also content that the destination has in its templates or from an earlier copy
+    /// Send copied disks and memory completely, also content that the destination has: in its templates, from an
+    /// earlier copy, or on a disk that both hosts have
     #[arg(long = "no-references", num_args = 0, default_missing_value = "false")]
     references: bool = true;
 
@@ -219,8 +220,8 @@ impl MigrationSettings {
             return invalid("max_downtime_ms", "a downtime of 0 is not possible".to_owned(), advice);
         }
         if self.max_passes == 0 {
-            let what = "0 rounds are not possible: the first one sends all memory".to_owned();
-            return invalid("max_rounds", what, "choose 1 or more".to_owned());
+            let what = "0 passes are not possible: the first one sends all memory".to_owned();
+            return invalid("max_passes", what, "choose 1 or more".to_owned());
         }
         Ok(())
     }
@@ -233,8 +234,12 @@ impl MigrationSettings {
             return Err(InvalidOption::new("hybrid_passes", what, "choose 1 or more"));
         }
         if passes > most {
-            let what = format!("{passes} passes exceed the maximum of {most} rounds");
-            return Err(InvalidOption::new("hybrid_passes", what, "choose fewer passes, or more rounds"));
+            let what = format!("{passes} passes exceed the maximum of {most}");
+            return Err(InvalidOption::new(
+                "hybrid_passes",
+                what,
+                "choose fewer passes, or a higher maximum",
+            ));
         }
         Ok(())
     }
@@ -306,7 +311,7 @@ mod tests {
             (MigrationSettings { streams: 0, ..default.clone() }, "streams"),
             (MigrationSettings { streams: STREAMS + 1, ..default.clone() }, "streams"),
             (MigrationSettings { max_downtime_ms: 0, ..default.clone() }, "max_downtime_ms"),
-            (MigrationSettings { max_passes: 0, hybrid_passes: 0, ..default.clone() }, "max_rounds"),
+            (MigrationSettings { max_passes: 0, hybrid_passes: 0, ..default.clone() }, "max_passes"),
             (MigrationSettings { hybrid_passes: 0, ..hybrid.clone() }, "hybrid_passes"),
             (MigrationSettings { hybrid_passes: 31, ..hybrid.clone() }, "hybrid_passes"),
         ] {

@@ -428,7 +428,7 @@ pub struct Limits {
     /// Longest downtime, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_downtime_ms: Option<u64>,
-    /// Maximum number of rounds of pre-copy.
+    /// Maximum number of passes over the dirty pages in pre-copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_passes: Option<u32>,
     /// Limit on the total time, in milliseconds since the request for the migration, with the policy

@@ -95,7 +95,7 @@ pub(crate) fn attempt_all(zones: &Zones, change_set: &mut ChangeSet, file: &Chan
     require_addresses(change_set);
     if let Err(error) = file.save(change_set) {
         // What was found is in it already: the next agent reads how far the changes are from the servers.
-        debug!("cannot record how far the changes of names are: {error}");
+        debug!("cannot record the progress of changes of DNS records: {error}");
     }
 }
 

@@ -214,7 +214,7 @@ impl Checker<'_> {
 
     fn report_no_zone(&mut self, name: &Name) {
         self.problem(
-            "dns-no-zone",
+            "dns-zone-not-configured",
             format!("the name {name} is in none of the zones that this host may change"),
             "add [[dns.zones]] for it, or remove the name from the VM's names",
         );
@@ -251,7 +251,7 @@ impl Checker<'_> {
                 "permit the key to query and to update the zone, in BIND by `allow-query` and `update-policy`",
             ),
             Failure::NoZone { .. } => self.problem(
-                "dns-zone-missing",
+                "dns-zone-not-served",
                 what,
                 "correct `zone`, or name the server that has the zone first in `servers`",
             ),

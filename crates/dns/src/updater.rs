@@ -172,7 +172,7 @@ impl Updater {
         self.end();
         let Self { shared, thread, .. } = self;
         if thread.join().is_err() {
-            warn!("the thread that changes names has panicked");
+            warn!("the thread that changes DNS records has panicked");
         }
         let standing = shared.lock();
         standing.change_set.clone()
@@ -226,7 +226,7 @@ fn work(
                 attempts = 0;
                 due = Some(Instant::now());
                 if let Err(error) = file.save(&change_set) {
-                    warn!("cannot record that names are to be changed: {error}");
+                    warn!("cannot record that DNS records are to be changed: {error}");
                 }
             }
             Ok(Command::Retry) => {

@@ -134,7 +134,7 @@ impl RoundObservation {
 pub struct PreCopyGoals {
     /// Downtime limit, in nanoseconds.
     pub max_downtime_ns: u64,
-    /// Limit on the number of rounds.
+    /// Limit on the number of passes.
     pub max_passes: u32,
     /// Limit on the total time since the request, in nanoseconds; none for no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -217,7 +217,7 @@ pub enum OnLimit {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Limit {
-    /// The number of rounds.
+    /// The number of passes.
     Passes,
     /// Rounds no longer leave fewer pages than earlier ones did: the guest writes as fast as the link carries.
     NotShrinking,
@@ -230,7 +230,7 @@ pub enum Limit {
 impl fmt::Display for GiveUp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let what = match self.limit {
-            Limit::Passes => "the maximum number of rounds is reached",
+            Limit::Passes => "the maximum number of passes is reached",
             Limit::NotShrinking => "rounds no longer reduce the number of dirty pages",
             Limit::Total => "the time limit is reached",
             Limit::Disks => {
@@ -255,7 +255,7 @@ impl fmt::Display for GiveUp {
             match self.limit {
                 Limit::Total => "more time",
                 Limit::Disks => "a write throttle (--throttle-writes)",
-                Limit::Passes | Limit::NotShrinking => "more rounds",
+                Limit::Passes | Limit::NotShrinking => "more passes",
             },
         )
     }

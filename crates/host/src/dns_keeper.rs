@@ -111,7 +111,7 @@ impl OpenChanges {
     /// Ends the changes without a wait for what the thread is doing.
     fn end(self, id: &MigrationId) {
         if let Err(error) = self.updater.abandon() {
-            warn!(migration = %id, %error, "cannot remove the file of the names' changes");
+            warn!(migration = %id, %error, "cannot remove the file of changes of DNS records");
         }
     }
 }
@@ -120,7 +120,7 @@ impl DnsKeeper {
     /// Continues the changes of an agent before this one.
     pub fn load(config: &Config) -> Self {
         for (zone, reason) in Zones::load(&config.dns.zones).unusable() {
-            warn!(%zone, reason, "names in this zone cannot follow VMs");
+            warn!(%zone, reason, "DNS records of this zone cannot follow VMs");
         }
         let this = Self {
             directory: config.state_dir.join(DIRECTORY),
@@ -132,11 +132,11 @@ impl DnsKeeper {
         for (id, path) in files(&this.directory) {
             match Updater::resume(Zones::load(&this.zones), &path) {
                 Ok(Some(updater)) => {
-                    info!(migration = %id, "continue to change names");
+                    info!(migration = %id, "DNS records: continuing the changes of an earlier agent");
                     this.lock().insert(id, OpenChanges::new(updater));
                 }
                 Ok(None) => {}
-                Err(error) => warn!(path = %path.display(), %error, "cannot continue to change names"),
+                Err(error) => warn!(path = %path.display(), %error, "cannot continue changes of DNS records"),
             }
         }
         this
@@ -219,7 +219,7 @@ impl DnsKeeper {
             let limit = until.saturating_duration_since(Instant::now());
             let change_set = held.updater.wait_until(limit, ChangeSet::is_tried);
             if change_set.goal != held.updater.goal() || change_set.progress() == Progress::Incomplete {
-                warn!(migration = %id, "names have not got their TTL back before their VM moves again");
+                warn!(migration = %id, "DNS records did not get their TTL back before their VM moves again");
             }
             held.end(&id);
         }
@@ -252,7 +252,11 @@ impl DnsKeeper {
         let ids: Vec<_> = self.lock().keys().cloned().collect();
         for id in &ids {
             if let Err(error) = self.tick_one(id, journal) {
-                warn!(migration = %id, error = crate::chain(&error), "cannot read or write the journal for names");
+                warn!(
+                    migration = %id,
+                    error = crate::chain(&error),
+                    "cannot read or write the journal for DNS records"
+                );
             }
         }
         (!self.lock().is_empty()).then_some(PAUSE)
@@ -306,7 +310,7 @@ impl DnsKeeper {
                     if is_same { all.remove(id) } else { None }
                 };
                 if let Some(held) = ended {
-                    info!(migration = %id, ?goal, "names need nothing any more");
+                    info!(migration = %id, ?goal, "DNS records: all changes made");
                     held.end(id);
                 }
             }
@@ -368,7 +372,7 @@ fn files(directory: &Path) -> Vec<(MigrationId, PathBuf)> {
         Ok(entries) => entries,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Vec::new(),
         Err(error) => {
-            warn!(directory = %directory.display(), %error, "cannot look for names that are to be changed");
+            warn!(directory = %directory.display(), %error, "cannot look for unfinished changes of DNS records");
             return Vec::new();
         }
     };

@@ -96,7 +96,7 @@ pub fn resume(context: &Context) {
         }
     };
     for error in errors {
-        warn!(error = crate::chain(&error), "a redirection is not whole");
+        warn!(error = crate::chain(&error), "a redirection is not restored completely; it is tried again");
     }
     // What cannot be read may be open.
     let is_open = |migration: &str| {

@@ -188,7 +188,7 @@ mod tests {
     use std::path::Path;
 
     use ::memory::Templates as _;
-    use proto::message::{Message, HashedRun};
+    use proto::message::{HashedRun, Message};
 
     use super::*;
 

@@ -62,7 +62,7 @@ pub struct Goals {
     pub settings: MigrationSettings,
     /// True if the request has no maximum of rounds.
     pub has_default_passes: bool,
-    /// Maximum number of rounds without a throttle of writes, if the request has none.
+    /// Maximum number of passes without a throttle of writes, if the request has none.
     default_passes: u32,
     /// True if all of memory and of copied disks is compared after the stop.
     pub verify: bool,

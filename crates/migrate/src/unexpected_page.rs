@@ -1,4 +1,4 @@
-//! A page that was still to arrive while the guest runs, and was present already.
+//! An unexpected page: one that was still to arrive while the guest runs, and was present already.
 //!
 //! No such page is present when the waits begin: that is checked, and the migration ends if one is. A page that appears
 //! later was written around the waits, by a process that has also mapped the guest's memory, or by a defect here or in
@@ -49,7 +49,7 @@ pub fn finding(context: &Context, record: &MigrationRecord, pid: Option<u32>) ->
     let proposal = context.journal.proposal(record.id()).ok().flatten();
     Some(Finding {
         severity: Severity::Warning,
-        code: "page-not-trusted".to_owned(),
+        code: "unexpected-page".to_owned(),
         what: page_message(page, proposal.as_ref().map_or(&[], |proposal| &proposal.ram)),
         advice: "find out which program writes to its memory; restart it from its disks, or resume it as it \
                  is with `cont` on its monitor"

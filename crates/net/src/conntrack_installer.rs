@@ -243,7 +243,7 @@ fn remove_entries(entries: &[ConntrackEntry]) {
 pub fn remove_record(record: &Path) {
     match fs::remove_file(record) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            warn!(record = %record.display(), %error, "left behind");
+            warn!(record = %record.display(), %error, "cannot remove the record of a guest's tracked connections");
         }
         _ => {}
     }

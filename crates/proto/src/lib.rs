@@ -19,7 +19,7 @@
 //!   data     … the guest stops; the last round …
 //!   control  Verify ─────────────────────────────────────────►   where asked for
 //!            DeviceState, Blob … ────────────────────────────►   loads, paused
-//!            Held{epoch, run} ───────────────────────────────►
+//!            Frozen{epoch, run} ─────────────────────────────►
 //!            ◄───────────────────────────────────  Ready{epoch, incarnation}
 //!            Go{epoch, incarnation} ─────────────────────────►   cont
 //!            ◄───────────────────────────────────  Running{epoch}

@@ -222,14 +222,15 @@ pub enum Message {
         /// BLAKE3 of the device state, in 64 lower-case hexadecimal digits.
         digest: String,
     },
-    /// Source: its QEMU is held. The guest has not run since the stop, and nothing can continue it before the handover
-    /// is decided. The destination is not ready before it has received this message, however much it has loaded.
+    /// Source: its QEMU is frozen. The guest has not run since the stop, and nothing can continue it before the
+    /// handover is decided. The destination is not ready before it has received this message, however much it has
+    /// loaded.
     Frozen {
         /// The migration.
         epoch: Epoch,
         /// True if the guest ran before the stop. If the handover is decided without the source, the guest keeps that
         /// state.
-        #[serde(default = "ran")]
+        #[serde(default = "default_run")]
         run: bool,
     },
     /// Destination: the state is loaded, the guest is paused, and everything is durable. From here on it is in doubt.
@@ -415,11 +416,11 @@ pub struct PageRequest {
     pub page: u64,
 }
 
-/// Names of neighbouring pages.
+/// Content hashes of neighbouring pages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HashedRun {
     /// Number of the first page.
     pub first_page: u64,
-    /// Names as in [`Message::QueryTemplates`], one after the other, without a separator.
+    /// Hashes as in [`Message::QueryTemplates`], one after the other, without a separator.
     pub hashes: String,
 }

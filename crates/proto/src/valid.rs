@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use crate::ids::Incarnation;
 use crate::limits;
 use crate::message::{
-    Acceptance, CardClaims, CardFrames, Message, HashedRun, NetworkProbe, Ownership, ProbedCard, Proposal,
+    Acceptance, CardClaims, CardFrames, HashedRun, Message, NetworkProbe, Ownership, ProbedCard, Proposal,
     ProposedDisk, RamBlock, RegistryReply, RegistryRequest, Verdict,
 };
 use crate::missing_pages::ENTRY_BYTES;
@@ -14,7 +14,7 @@ use crate::missing_pages::ENTRY_BYTES;
 /// Number of digits of a chunk's hash (XXH3, 64 bits).
 const HASH_DIGITS: usize = 16;
 
-/// Number of digits of a page's name (BLAKE3, 48 bits).
+/// Number of digits of a page's content hash (BLAKE3, 48 bits).
 const CONTENT_HASH_DIGITS: usize = 12;
 
 /// Number of digits of a device state's digest (BLAKE3).
@@ -117,7 +117,7 @@ impl Message {
             Self::Propose(proposal) => proposal.validate(),
             Self::QueryTemplates { hashes } => {
                 at_most("queried pages", hashes.len(), limits::QUERIED_PAGES)?;
-                hashes.iter().try_for_each(|digits| hex("a page's name", digits, CONTENT_HASH_DIGITS))
+                hashes.iter().try_for_each(|digits| hex("a page's content hash", digits, CONTENT_HASH_DIGITS))
             }
             Self::TemplatePages { runs, .. } => {
                 let digits: usize = runs.iter().map(|run| run.hashes.len()).sum();
@@ -178,7 +178,8 @@ impl Message {
                 };
                 cards.iter().try_for_each(named)
             }
-            Self::Running { unexpected_page: Some(page), .. } | Self::Incomplete { unexpected_page: Some(page), .. } => {
+            Self::Running { unexpected_page: Some(page), .. }
+            | Self::Incomplete { unexpected_page: Some(page), .. } => {
                 block_index(page.block)?;
                 chunk(page.page / limits::CHUNK_PAGES)
             }
@@ -286,7 +287,7 @@ impl ProbedCard {
 impl HashedRun {
     fn validate(&self) -> Result<(), Invalid> {
         let pages = (self.hashes.len() / CONTENT_HASH_DIGITS).max(1);
-        hex("names of pages", &self.hashes, pages * CONTENT_HASH_DIGITS)?;
+        hex("content hashes of pages", &self.hashes, pages * CONTENT_HASH_DIGITS)?;
         let end = self.first_page.checked_add(pages as u64);
         end.filter(|end| *end <= limits::DISK_BYTES / limits::PAGE_BYTES)
             .map(drop)

@@ -105,7 +105,7 @@ impl Policy {
     /// Returns Whimbrel's command-line options.
     fn options(self) -> Vec<String> {
         let by_count = |rounds: u32, on_limit: &str| {
-            let rounds = format!("--max-rounds={rounds}");
+            let rounds = format!("--max-passes={rounds}");
             // A downtime of 0 is never possible, so it continues until it has made this many rounds.
             vec!["--policy=target".to_owned(), "--max-downtime=0".to_owned(), rounds, on_limit.to_owned()]
         };

@@ -147,7 +147,7 @@ fn packing(report: &Value) -> Option<CompressionStats> {
 /// Returns the observations of the policy, from the trace in the report.
 fn stop(report: &Value) -> Option<StopCircumstances> {
     let trace = report["traces"].as_array()?.last()?;
-    let is_look = |entry: &&Value| entry["what"] == "round" && entry["observed"]["round"] != 0;
+    let is_look = |entry: &&Value| entry["what"] == "round" && entry["observed"]["pass"] != 0;
     let looks: Vec<_> = trace["entries"].as_array()?.iter().filter(is_look).collect();
     let last = looks.last()?;
     Some(StopCircumstances {

@@ -188,7 +188,7 @@ impl Arena {
         let (source, destination) = (self.last(self.at), self.last(self.other()));
         let same = source["epoch"] == destination["epoch"];
         let has_all =
-            ["ready", "taking", "starting", "active"].iter().any(|word| destination["state"] == *word);
+            ["ready", "acquiring", "starting", "active"].iter().any(|word| destination["state"] == *word);
         // Everything has arrived, and the state is just being journaled.
         let is_loaded = point.starts_with("destination/prepared/loaded");
         let waits = ["stopped", "qemu-lost", "committed", "done"].iter().any(|word| source["state"] == *word);
@@ -272,7 +272,7 @@ impl Arena {
             source.is_settled() && destination.is_settled() || undecided()
         });
         if undecided() {
-            source.cli(&["recover", "vm1", "--give-up", "--accept-risk"]).ok();
+            source.cli(&["recover", "vm1", "--discard-copy", "--accept-risk"]).ok();
         }
     }
 
@@ -309,7 +309,7 @@ impl Arena {
         let (source, destination) = (self.last(self.at), self.last(self.other()));
         let states = format!("{source:#} / {destination:#}\n{logs}");
         if self.source_qemu == SourceQemu::OnlyCopyLost {
-            assert!(["ended", "failed"].iter().any(|word| source["standing"] == *word), "{what}: {states}");
+            assert!(["vm-ended", "failed"].iter().any(|is| source["standing"] == *is), "{what}: {states}");
             assert!(source["message"].to_string().contains("QEMU"), "{what}: it is not said: {states}");
             let of_it = destination["epoch"] == source["epoch"];
             assert!(!of_it || destination["standing"] == "failed", "{what}: {states}");

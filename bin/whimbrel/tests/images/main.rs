@@ -91,7 +91,7 @@ fn snapshots_and_bitmaps_in_an_image_are_not_lost_in_silence() {
     // Both hosts see the same image, with all its content.
     assert_eq!(checked(&cluster, "disk-snapshots-copy", &["--disks", "shared"]), (true, vec![]));
 
-    let accepted = ["--disks", "copy", "--leave-snapshots"];
+    let accepted = ["--disks", "copy", "--without-snapshots"];
     let (possible, found) = checked(&cluster, "disk-bitmaps-copy", &accepted);
     assert!(possible && found.len() == 1, "{found:#?}");
     assert_eq!(found[0]["severity"], "warning");

@@ -140,7 +140,7 @@ fn killed_agents_during_post_copy_lose_no_page() {
 const TRANSITIONS: [&str; 4] = [
     "destination/starting/continued[missing]",
     "source/committed/incomplete",
-    "source/committed/running[ran]",
+    "source/committed/running[has-run]",
     "destination/completing/completed",
 ];
 

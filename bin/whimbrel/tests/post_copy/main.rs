@@ -249,7 +249,7 @@ fn a_running_guest_is_stopped_at_an_unexpected_page() {
     cluster.b.wait_settled();
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert_post_copy(&report);
-    assert!(has_event(&report, "page-not-trusted"), "{report:#}\n{}", cluster.b.log());
+    assert!(has_event(&report, "unexpected-page"), "{report:#}\n{}", cluster.b.log());
     assert_eq!(report["run_state_after"], "paused", "{report:#}");
     assert!(!guest.is_running(), "the source's QEMU is left");
     for is_restarted in [false, true] {
@@ -260,7 +260,7 @@ fn a_running_guest_is_stopped_at_an_unexpected_page() {
         let shown = cluster.b.cli(&["vm", "show", "vm1"]).ok().json();
         assert_eq!(
             (&shown["state"], &shown["findings"][0]["code"]),
-            (&"paused".into(), &"page-not-trusted".into())
+            (&"paused".into(), &"unexpected-page".into())
         );
     }
     let output = cluster.b.cli(&["migrations"]).ok().json();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
-use engine::handover::{Illegal, MigrationTerms, Transition, Step};
+use engine::handover::{Illegal, MigrationTerms, Step, Transition};
 use link::transport::Channel;
 use link::{ConnectedPeer, Incoming, Rejected};
 use proto::message::{Message, PageRequest, Verdict};

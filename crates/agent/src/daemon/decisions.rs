@@ -180,9 +180,9 @@ fn options(decision: OperatorDecision) -> &'static str {
     match decision {
         OperatorDecision::RunHere { force: false } => "--run-here",
         OperatorDecision::RunHere { force: true } => "--run-here --overrule-registry",
-        OperatorDecision::DiscardCopy => "--give-up",
+        OperatorDecision::DiscardCopy => "--discard-copy",
         OperatorDecision::WithoutRegistry { run_here: true } => "--run-here --without-registry",
-        OperatorDecision::WithoutRegistry { run_here: false } => "--give-up --without-registry",
+        OperatorDecision::WithoutRegistry { run_here: false } => "--discard-copy --without-registry",
     }
 }
 

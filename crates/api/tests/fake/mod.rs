@@ -424,7 +424,7 @@ impl Control for Fake {
             }
             let run_here = "--run-here: the guest continues here; risk: if beta runs it too, both write to the same disks";
             let discard_copy =
-                "--give-up: the copy kept here is discarded; risk: if beta cannot run it, it is lost";
+                "--discard-copy: the copy kept here is discarded; risk: if beta cannot run it, it is lost";
             let risked = match request.action {
                 RecoverAction::Ask => vec![run_here.to_owned(), discard_copy.to_owned()],
                 _ => vec![run_here.to_owned()],

@@ -61,7 +61,7 @@ fn records_that_are_not_the_vms_are_found() {
     assert_eq!(found("other.example.org"), ["dns-record-different"]);
     assert_eq!(found("alias.example.org"), ["dns-record-different"]);
     assert_eq!(found("any.wild.example.org"), ["dns-record-different"]);
-    assert_eq!(found("web.example.net"), ["dns-no-zone"]);
+    assert_eq!(found("web.example.net"), ["dns-zone-not-configured"]);
     assert_eq!(found("pool.example.org"), [""; 0]);
     // The name of the address is another's.
     let findings = check(&servers, &config, &relocation_of("pool.example.org"));
@@ -110,7 +110,7 @@ fn keys_and_servers_that_fail_are_found() {
     assert_eq!(of(&other_algorithm), ["Blocker dns-key-refused"]);
     let mut missing = config.clone();
     missing.zones[0].zone = "org".parse().unwrap();
-    assert_eq!(of(&missing), ["Blocker dns-zone-missing"]);
+    assert_eq!(of(&missing), ["Blocker dns-zone-not-served"]);
     let mut away = config.clone();
     away.zones[0].servers = vec![format!("{first}:5399").try_into().unwrap()];
     assert_eq!(of(&away), ["Blocker dns-unreachable"]);

@@ -1,10 +1,10 @@
 //! The destination's part of the handover.
 //!
 //! ```text
-//! idle ─► prepared ─► ready ─► taking ─► starting ─► (completing) ─► active
-//!            │          │ │       │         │               │           │
-//!            ▼          ▼ │       ▼         ▼               ▼           ▼
-//!        discarded ◄──────┼── refusing ──► refused           crashed
+//! idle ─► prepared ─► ready ─► acquiring ─► starting ─► (completing) ─► active
+//!            │          │ │        │           │             │            │
+//!            ▼          ▼ │        ▼           ▼             ▼            ▼
+//!     copy-destroyed ◄────┼──── refusing ──► refused             crashed
 //!                         ▼
 //!                      refused
 //! ```
@@ -19,7 +19,7 @@
 //! or an operator has decided. REFUSED is no decision about the guest: it reports that this copy cannot run, and never
 //! has.
 //!
-//! With a registry `cont` is not sent before the record names this host; *taking* is the state in which the registry
+//! With a registry `cont` is not sent before the record names this host; *acquiring* is the state in which the registry
 //! is asked. A destination that tried to acquire ownership and cannot run returns the VM in the registry before it
 //! sends REFUSED, also if it does not know whether its request was carried out: the record (e, source) rules out any
 //! later acquisition.
@@ -250,13 +250,13 @@ impl DestinationState {
             Self::Idle => "idle",
             Self::Prepared => "prepared",
             Self::Ready { .. } => "ready",
-            Self::Acquiring { .. } => "taking",
+            Self::Acquiring { .. } => "acquiring",
             Self::Starting { .. } => "starting",
             Self::Completing { .. } => "completing",
             Self::Active { .. } => "active",
             Self::Refusing => "refusing",
             Self::Refused => "refused",
-            Self::CopyDestroyed => "discarded",
+            Self::CopyDestroyed => "copy-destroyed",
             Self::QemuLost => "qemu-lost",
             Self::Crashed { .. } => "crashed",
         }
@@ -367,7 +367,7 @@ impl DestinationEffect {
             Self::SendRunning => "send-running",
             Self::SendRefused => "send-refused",
             Self::SendCrashed => "send-crashed",
-            Self::DestroyCopy => "discard",
+            Self::DestroyCopy => "destroy-copy",
             Self::Report(_) => "report",
         }
     }

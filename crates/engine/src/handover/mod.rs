@@ -5,7 +5,7 @@
 //!   PREPARED(epoch)    journalled, synced          PREPARED(epoch)   journalled, synced
 //!   pre-copy …                                     writes RAM, disks
 //!   stop; last pages; device state ──────────────► loads, paused
-//!   SIGSTOP; HELD(epoch, run) ───────────────────► SIGSTOP; READY journalled
+//!   SIGSTOP; FROZEN(epoch, run) ─────────────────► SIGSTOP; READY journalled
 //!                                          ◄────── READY(epoch, incarnation)      from here: in doubt
 //!   COMMITTED(epoch)   journalled; SIGSTOP again, if need be
 //!   ===== point of no return =====

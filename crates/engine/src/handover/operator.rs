@@ -9,7 +9,7 @@ pub enum OperatorDecision {
         /// At the source: also if the destination owns the VM in the registry.
         force: bool,
     },
-    /// The guest is to run at the other host, or nowhere: this host's copy is given up.
+    /// The guest is to run at the other host, or nowhere: this host's copy is discarded.
     DiscardCopy,
     /// One of the two by the operator's decision alone: the registry is lost, and is not asked.
     WithoutRegistry {

@@ -288,8 +288,10 @@ fn starting_choices(terms: &MigrationTerms) -> Vec<Choice> {
                 "correct only if {there}'s operator has not taken it back, and {GONE}. {TWO}: {there}"
             ),
         });
-        choices
-            .push(discard_copy(OperatorDecision::WithoutRegistry { run_here: false }, &format!(". And {GONE}")));
+        choices.push(discard_copy(
+            OperatorDecision::WithoutRegistry { run_here: false },
+            &format!(". And {GONE}"),
+        ));
     }
     choices
 }

@@ -154,8 +154,8 @@ impl RequestPurpose {
         match self {
             Self::Read => "read-registry",
             Self::Offer => "offer-in-registry",
-            Self::Acquire => "take-ownership",
-            Self::ReturnToSource => "give-back-ownership",
+            Self::Acquire => "acquire-ownership",
+            Self::ReturnToSource => "return-ownership",
         }
     }
 }

@@ -345,7 +345,7 @@ impl SourceEffect {
             Self::Journal { durable: true, .. } => "journal-sync",
             Self::StopVm => "stop-vm",
             Self::FreezeQemu => "freeze-qemu",
-            Self::ThawQemu => "release-qemu",
+            Self::ThawQemu => "thaw-qemu",
             Self::ContinueVm => "continue-vm",
             Self::QuitQemu => "quit-qemu",
             Self::UndoAll => "undo-all",

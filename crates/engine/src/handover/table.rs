@@ -14,7 +14,7 @@ use super::destination::{DestinationEffect, DestinationEvent, DestinationState, 
 use super::recover::OperatorDecision;
 use super::registry::RegistryAnswer;
 use super::source::{SourceEffect, SourceEvent, SourceState, source};
-use super::{Illegal, MigrationTerms, Transition, QemuAtStart, Role, Step};
+use super::{Illegal, MigrationTerms, QemuAtStart, Role, Step, Transition};
 
 /// One legal transition.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -215,7 +215,10 @@ fn a_guest_that_has_run_there_is_never_run_here() {
         for before in std::iter::once(committed).chain(registry.map(|_| reclaiming)) {
             let step = moved(source(&terms, &before, &SourceEvent::Incomplete { epoch: EPOCH }));
             let serving = step.to;
-            assert_eq!(serving, SourceState::Committed { incarnation: incarnation(1), run: true, has_run: true });
+            assert_eq!(
+                serving,
+                SourceState::Committed { incarnation: incarnation(1), run: true, has_run: true }
+            );
             assert!(
                 matches!(&step.effects[0], SourceEffect::Journal { state, .. } if *state == serving),
                 "{:?}",

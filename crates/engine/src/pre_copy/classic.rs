@@ -79,7 +79,7 @@ pub struct RoundCountPolicy {
 }
 
 impl RoundCountPolicy {
-    /// Limit on the number of rounds.
+    /// Limit on the number of passes.
     pub const MAX_PASSES: u32 = 29;
     /// Limit on the pages sent, as a multiple of the memory.
     pub const MAX_MEMORY_MULTIPLE: u64 = 3;

@@ -181,7 +181,7 @@ impl DestinationSession {
     }
 
     /// Returns true if `state` is entered although the journal did not accept its entry: an agent that is started anew
-    /// discards a copy that was only PREPARED.
+    /// destroys a copy that was only PREPARED.
     pub fn is_entered_unjournalled(state: &DestinationState) -> bool {
         matches!(state, DestinationState::CopyDestroyed)
     }

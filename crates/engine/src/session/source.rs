@@ -82,7 +82,7 @@ impl SourceSession {
         self.core.contact.record(now);
     }
 
-    /// Records whether the destination may have all that it needs without this host: the source has sent HELD, and no
+    /// Records whether the destination may have all that it needs without this host: the source has sent FROZEN, and no
     /// pages follow by post-copy.
     pub fn set_destination_may_be_complete(&mut self, destination_may_be_complete: bool) {
         self.destination_may_be_complete = destination_may_be_complete;
@@ -133,7 +133,8 @@ impl SourceSession {
 
     /// Returns true if the guest is gone at the source, and the destination cannot have all of its state either.
     fn is_lost_everywhere(&self) -> bool {
-        matches!(self.core.state, SourceState::QemuLost { incarnation: None, .. }) && !self.destination_may_be_complete
+        matches!(self.core.state, SourceState::QemuLost { incarnation: None, .. })
+            && !self.destination_may_be_complete
     }
 
     /// Returns true if the guest is to run after the handover; false if its user had paused it.

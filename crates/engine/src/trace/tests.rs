@@ -238,10 +238,10 @@ fn traces_of_old_reports_are_readable() {
     let text = r#"{ "total_us": 1, "traces": [{
         "policy": { "policy": "rounds" },
         "entries": [
-            { "what": "goals", "max_downtime_ns": 1, "max_rounds": 30 },
+            { "what": "goals", "max_downtime_ns": 1, "max_passes": 30 },
             { "what": "throttle-changed", "change": "slower" },
             { "what": "round",
-              "observed": { "round": 1, "dirty_pages": 1, "pages_sent": 1, "bytes_sent": 1,
+              "observed": { "pass": 1, "dirty_pages": 1, "pages_sent": 1, "bytes_sent": 1,
                             "duration_ns": 4096, "interval_ns": 1, "scan_ns": 1 },
               "decision": { "decision": "stop-and-copy", "expected_downtime_ns": 16777258 } }
         ] }] }"#;

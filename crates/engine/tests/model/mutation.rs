@@ -3,7 +3,7 @@
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use engine::handover::registry::RegistryAnswer;
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
-use engine::handover::{Illegal, MigrationTerms, Transition, QemuAtStart, Step};
+use engine::handover::{Illegal, MigrationTerms, QemuAtStart, Step, Transition};
 use engine::session::{DestinationSession, SourceSession};
 use proto::message::Verdict;
 
@@ -18,10 +18,10 @@ pub(crate) type DestinationStep = Result<Step<DestinationState, DestinationEffec
 pub(crate) struct Rules {
     pub(crate) source: fn(&MigrationTerms, &SourceState, &SourceEvent) -> SourceStep,
     pub(crate) destination: fn(&MigrationTerms, &DestinationState, &DestinationEvent) -> DestinationStep,
-    /// HELD: data that the destination needs for READY is only sent when the guest has not run since the stop, and its
-    /// QEMU is held, so that no program can continue it any more.
+    /// FROZEN: data that the destination needs for READY is sent only if the guest has not run since the stop, and its
+    /// QEMU is frozen, so that no program can continue it any more.
     pub(crate) holds: bool,
-    /// Event that follows the one that ended the source's phases. A source whose QEMU died before HELD gives up,
+    /// Event that follows the one that ended the source's phases. A source whose QEMU died before FROZEN gives up,
     /// because it knows that it did not send everything.
     pub(crate) after_phases: fn(&SourceSession) -> Option<SourceEvent>,
     /// Rule by which the source enters a state whose entry the journal did not accept.
@@ -289,7 +289,7 @@ pub(crate) fn destination_does_not_journal_starting(
     })
 }
 
-/// A destination in `Taking` refuses without returning the VM in the registry.
+/// A destination in `Acquiring` refuses without returning the VM in the registry.
 pub(crate) fn destination_refuses_and_keeps(
     terms: &MigrationTerms,
     state: &DestinationState,

@@ -56,7 +56,9 @@ pub(crate) fn apply_override(rules: &Rules, world: &mut World, side: Side, decis
     let waits = match side {
         Side::Source => matches!(world.source.state(), SourceState::Reclaiming { .. }),
         Side::Destination => match world.destination.state() {
-            DestinationState::Acquiring { .. } | DestinationState::Refusing | DestinationState::QemuLost => true,
+            DestinationState::Acquiring { .. } | DestinationState::Refusing | DestinationState::QemuLost => {
+                true
+            }
             DestinationState::Starting { .. } => {
                 !world.destination_cont && world.destination_qemu == Qemu::Paused
             }

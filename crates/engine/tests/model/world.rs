@@ -136,7 +136,7 @@ pub(crate) enum Op {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Packet {
     Propose(u8),
-    /// All of memory and device state, complete, and the source's HELD.
+    /// All of memory and device state, complete, and the source's FROZEN.
     Data(u8),
     Ready(u8),
     Go(u8),
@@ -199,7 +199,7 @@ pub(crate) struct DestinationGhost {
     pub(crate) cont_failed: bool,
     /// Pages of the guest are missing.
     pub(crate) missing: bool,
-    /// DISCARDED, REFUSING or REFUSED was written.
+    /// COPY DESTROYED, REFUSING or REFUSED was written.
     pub(crate) gave_up: bool,
     /// QEMU died when `cont` might have been sent, or the host crashed.
     pub(crate) lost: bool,
@@ -270,7 +270,7 @@ impl World {
 
     /// Returns true if an agent that knows that its guest has run reports that it may not have.
     pub(crate) fn doubts_what_it_knows(&self) -> bool {
-        let is_doubtful = *self.destination.state() == DestinationState::Crashed { ran: false };
+        let is_doubtful = *self.destination.state() == DestinationState::Crashed { has_run: false };
         is_doubtful && self.ghost.destination.is_known_to_have_run
     }
 

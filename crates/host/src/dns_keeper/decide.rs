@@ -79,7 +79,9 @@ pub(super) fn may_be_unused(facts: &ChangeFacts) -> bool {
 pub(super) fn location(state: &State) -> Option<VmLocation> {
     let State::Source(state) = state else { return None };
     match state {
-        SourceState::Done { .. } | SourceState::Committed { has_run: true, .. } => Some(VmLocation::Destination),
+        SourceState::Done { .. } | SourceState::Committed { has_run: true, .. } => {
+            Some(VmLocation::Destination)
+        }
         SourceState::Aborting | SourceState::Returning | SourceState::Aborted | SourceState::Returned => {
             Some(VmLocation::Source)
         }

@@ -234,7 +234,7 @@ fn snapshots_finding(disk: &Disk, accepted: bool) -> Option<Finding> {
     let advice = if accepted {
         "they stay in the image at the source: keep that image as long as they are needed"
     } else {
-        "delete them, leave them in the image at the source (`--leave-snapshots`), or share the disk (`--disk NAME=shared`)"
+        "delete them, copy the disk without them (`--without-snapshots`), or share the disk (`--disk NAME=shared`)"
     };
     (!disk.snapshots.is_empty()).then(|| Finding::new(severity, "disk-snapshots-copy", what, advice))
 }

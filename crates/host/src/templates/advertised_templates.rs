@@ -14,7 +14,7 @@ use block::image::ImageError;
 use block::nbd::NbdError;
 use block::reading::ImageReader;
 use proto::limits::{ADVERTISED_TEMPLATES, PAGE_BYTES, TEMPLATE_PAGES};
-use proto::message::{Message, HashedRun};
+use proto::message::{HashedRun, Message};
 use tracing::{info, warn};
 
 use super::catalogue::{Catalogue, MAX_ADVERTISED_PAGES, PageRun};

@@ -266,7 +266,7 @@ impl DestinationDriver {
         self.take(&DestinationEvent::Completed);
     }
 
-    /// Makes this host READY with the loaded state: the source is held, and can no longer go on by itself.
+    /// Makes this host READY with the loaded state: the source is frozen, and can no longer go on by itself.
     pub(super) fn enter_ready(&mut self, run: bool) {
         let is_loaded = self.resources.vm.is_some() && self.reporter.loaded.is_some();
         let has_missing_pages = self.resources.stage.missing().is_some();
@@ -274,7 +274,7 @@ impl DestinationDriver {
         let vm = match (admitted, self.resources.vm.as_mut()) {
             (Ok(()), Some(vm)) => vm,
             (Err(NotReady::NotLoaded), _) | (Ok(()), None) => {
-                return self.fail("the source is held before all pages have arrived");
+                return self.fail("the source reported that its QEMU is frozen before all pages had arrived");
             }
             (Err(NotReady::MissingForPaused), _) => {
                 return self.fail("pages are missing for a guest that stays paused; please report this");

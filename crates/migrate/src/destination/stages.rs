@@ -8,7 +8,7 @@
 //!     └───────────── abandon ──────────────┘
 //!                         │
 //!                         ▼
-//!     AbandonedArrival ─end─► Discarded, once QEMU has ended
+//!     AbandonedArrival ─end─► CopyDestroyed, once QEMU has ended
 //! ```
 
 use std::mem;
@@ -200,14 +200,14 @@ impl ArrivalStage {
             Self::Receiving(receiving) => receiving.abandon(),
             Self::Placing(placing) => placing.abandon(),
             Self::Placed(placed) => placed.abandon(),
-            Self::Idle | Self::FoundComplete | Self::Discarded(_) => AbandonedArrival::default(),
+            Self::Idle | Self::FoundComplete | Self::CopyDestroyed(_) => AbandonedArrival::default(),
         }
     }
 
     /// Takes what a discarded copy has left on this host.
     pub(super) fn take_leftovers(&mut self) -> Vec<Leftover> {
         match mem::take(self) {
-            Self::Discarded(left) => left,
+            Self::CopyDestroyed(left) => left,
             other => {
                 *self = other;
                 Vec::new()

@@ -1,5 +1,4 @@
-//! Reaction to a page that was present before it arrived ([`unexpected_page`](crate::unexpected_page)): this copy is not run,
-//! or the guest is stopped.
+//! Reaction to an [unexpected page](crate::unexpected_page): this copy is not run, or the guest is stopped.
 
 use engine::handover::destination::{DestinationReport, DestinationState};
 use serde_json::Value;
@@ -22,7 +21,7 @@ impl DestinationDriver {
         self.unexpected_page().map(|unexpected_page| page_message(unexpected_page.page, &self.proposal.ram))
     }
 
-    /// Records a page that was found, and discards the copy or stops the guest.
+    /// Records a page that was found, and destroys the copy or stops the guest.
     pub(super) fn check_unexpected_page(&mut self) {
         let found = self.resources.stage.missing().and_then(PostCopyReceiver::unexpected_page);
         if let Some(page) = found.filter(|_| self.unexpected_page().is_none()) {
@@ -30,7 +29,7 @@ impl DestinationDriver {
             error!(
                 migration = %self.terms.migration,
                 why = self.unexpected_page_message(),
-                "the guest must not run with an untrusted page"
+                "the guest must not run with an unexpected page"
             );
         }
         match (self.unexpected_page_message(), self.session.state()) {
@@ -47,7 +46,11 @@ impl DestinationDriver {
     }
 
     fn stop_for_unexpected_page(&mut self) {
-        let Some(unexpected_page) = self.unexpected_page().filter(|unexpected_page| !unexpected_page.is_stopped) else { return };
+        let Some(unexpected_page) =
+            self.unexpected_page().filter(|unexpected_page| !unexpected_page.is_stopped)
+        else {
+            return;
+        };
         // Until the next attempt other notices are processed.
         if !self.session.may_stop_guest(self.clock.now()) {
             return;
@@ -72,7 +75,7 @@ impl DestinationDriver {
             record.unexpected_page = Some(unexpected_page);
         }
         if let Err(error) = vm.artifacts.keep(&self.context, &self.terms.migration, Durability::Process) {
-            warn!(error = crate::chain(&error), "cannot record an untrusted page in the journal");
+            warn!(error = crate::chain(&error), "cannot record an unexpected page in the journal");
         }
     }
 }

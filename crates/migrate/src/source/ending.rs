@@ -85,7 +85,11 @@ impl SourceDriver {
             report.sent_bytes = sent;
             report.received_bytes = received;
             report.source.agent_cpu_us = cpu_us;
-            report.end(outcome, reason.filter(|_| outcome != Outcome::Moved || has_unexpected_page), total_us);
+            report.end(
+                outcome,
+                reason.filter(|_| outcome != Outcome::Moved || has_unexpected_page),
+                total_us,
+            );
         });
         self.record_report();
         if standing == Standing::Done && self.await_last_messages() {

@@ -12,7 +12,7 @@
 //! scan           which pages were written since the last scan; after_scan: there is time again
 //! before_stop    the guest is about to be stopped
 //! freeze         the guest has stopped: the last pages that QEMU has to report
-//! ready          the destination has everything, and is about to receive HELD
+//! ready          the destination has everything, and is about to receive FROZEN
 //! commit         COMMITTED is in the journal: the destination may run the guest
 //! undo           the guest continues here; all that was changed on this host is changed back
 //! running        the guest runs at the destination; its QEMU here may still have pages to send
@@ -110,7 +110,7 @@ pub(super) trait Participant: Send {
         hashes: &mut BlockHashes,
     ) -> Result<(), Failure>;
 
-    /// Acts while the destination loads the devices, before it receives HELD.
+    /// Acts while the destination loads the devices, before it receives FROZEN.
     fn ready(&mut self, vm: &mut SourceVm) -> Result<(), Failure>;
 
     /// Acts once COMMITTED is in the journal. May be called again, or never, and [`undo`](Self::undo) may follow.

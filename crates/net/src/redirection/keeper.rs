@@ -111,7 +111,11 @@ impl RedirectionKeeper {
         if made.is_err()
             && let Err(error) = self.end(record.clone())
         {
-            warn!(migration = %record.redirection.migration, %error, "leftovers for the moment");
+            warn!(
+                migration = %record.redirection.migration,
+                %error,
+                "a redirection was not made, and parts of it remain; they are removed later"
+            );
         }
         made.map(|()| record)
     }
@@ -226,7 +230,11 @@ impl RedirectionKeeper {
         let Some(mut former) = others.iter().find(|other| is_replaced(other)).cloned() else { return Ok(()) };
         let made = self.make_all(&former, former.plan.objects());
         if let Err(error) = &made {
-            warn!(migration = %former.redirection.migration, %error, "not whole yet");
+            warn!(
+                migration = %former.redirection.migration,
+                %error,
+                "the earlier redirection is not restored completely; it is tried again"
+            );
         }
         self.set_incomplete(&mut former, made.is_err())
     }

@@ -183,7 +183,7 @@ pub fn agree(
         Ok(next) => next,
         Err(error) => {
             let advice = "ask the agent of the host where the VM is".to_owned();
-            findings.push(blocker("redirection-foreign", error.to_string(), advice));
+            findings.push(blocker("redirection-superseded", error.to_string(), advice));
             return (None, findings);
         }
     };

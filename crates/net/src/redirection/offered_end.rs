@@ -129,7 +129,7 @@ impl OfferedEnd {
                 "name an address of {} itself under [hosts] on {host}: a tunnel passes no translation",
                 here.host
             );
-            findings.push(blocker("tunnel-end-foreign", text, advice));
+            findings.push(blocker("tunnel-end-not-local", text, advice));
         }
         if here.facts.numbers.contains(&self.number) {
             let text = format!("the number {} of the tunnel is in use on {}", self.number, here.host);

@@ -154,7 +154,7 @@ fn addresses(redirection: &Redirection, facts: &RedirectionFacts) -> Vec<Redirec
         if !subnets.iter().any(|network| network.prefix.contains(address)) {
             let text = format!("{address}, which the VM is to get, is in no network of {host}");
             let advice = "choose an address of the network to which the VM's tap belongs there".to_owned();
-            findings.push(blocker("address-foreign", text, advice));
+            findings.push(blocker("address-outside-subnet", text, advice));
         }
     }
     let former = redirection.home().into_iter().flat_map(|home| &home.attachment.lan.subnets);
@@ -190,7 +190,7 @@ fn guest(redirection: &Redirection, facts: &RedirectionFacts) -> Vec<Redirection
                 "load the kernel's module nf_conntrack, and let the agent use it (CAP_NET_ADMIN), or give \
                           the VM both addresses"
                     .to_owned();
-            findings.push(blocker("tracking-missing", text, advice));
+            findings.push(blocker("conntrack-missing", text, advice));
         }
         findings.extend(proxy_device(place.attachment.lan.bridge.as_deref(), &place.host, facts));
         findings.extend(advertised_route(redirection));

@@ -3,10 +3,9 @@
 use std::net::{Ipv4Addr, Ipv6Addr};
 
 use proto::message::{
-    Acceptance, CardClaims, CardFrames, ClaimedAddress, CopiedDisk, DiskMode, FailedFlow, Finding, Hello,
-    Message, HashedRun, NetworkProbe, Offer, Ownership, PageRequest, ProbedCard, Proposal, ProposedDisk,
-    Purpose, RamBlock, RegistryReply, RegistryRequest, RepointStep, Severity, TunnelRequest, Verdict,
-    Welcome,
+    Acceptance, CardClaims, CardFrames, ClaimedAddress, CopiedDisk, DiskMode, FailedFlow, Finding, HashedRun,
+    Hello, Message, NetworkProbe, Offer, Ownership, PageRequest, ProbedCard, Proposal, ProposedDisk, Purpose,
+    RamBlock, RegistryReply, RegistryRequest, RepointStep, Severity, TunnelRequest, Verdict, Welcome,
 };
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 use whimbrel_proto as proto;

@@ -127,7 +127,9 @@ fn source_standing(state: &SourceState) -> Standing {
 
 fn destination_standing(state: &DestinationState) -> Standing {
     match state {
-        DestinationState::Idle | DestinationState::CopyDestroyed | DestinationState::Refused => Standing::Failed,
+        DestinationState::Idle | DestinationState::CopyDestroyed | DestinationState::Refused => {
+            Standing::Failed
+        }
         DestinationState::Prepared
         | DestinationState::Starting { .. }
         | DestinationState::Completing { .. }

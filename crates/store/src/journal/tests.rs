@@ -144,7 +144,8 @@ fn transitions_of_unknown_or_foreign_migrations_are_refused() {
     let aborted = SourceState::Aborted;
     let unknown = journal.record_source(&id("web", 2), &aborted, Durability::Synced).unwrap_err();
     assert!(matches!(unknown, JournalError::NoMigration(_)), "{unknown}");
-    let other = journal.record_destination(&id("web", 1), &DestinationState::CopyDestroyed, Durability::Synced);
+    let other =
+        journal.record_destination(&id("web", 1), &DestinationState::CopyDestroyed, Durability::Synced);
     assert!(matches!(other.unwrap_err(), JournalError::NoMigration(_)));
     assert_eq!(journal.migration(&id("web", 1)).unwrap().unwrap().state, prepared());
 }

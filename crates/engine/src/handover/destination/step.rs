@@ -13,11 +13,11 @@ use super::DestinationReport as Report;
 use super::DestinationState as State;
 use crate::handover::operator::OperatorDecision;
 use crate::handover::registry::{self, RecordMeaning, RegistryAnswer, RegistryResult, RequestPurpose};
-use crate::handover::{Ignored, MigrationTerms, Transition, QemuAtStart, Step, ignored, moved, stay};
+use crate::handover::{Ignored, MigrationTerms, QemuAtStart, Step, Transition, ignored, moved, stay};
 
 use transitions::{
-    activate, ask, cont_again, crash, crash_with_host, destroy_copy, enter, enter_qemu_lost, follow_go, refuse,
-    refuse_through_registry, refuse_without_registry, return_to_source, run_incomplete, start,
+    activate, ask, cont_again, crash, crash_with_host, destroy_copy, enter, enter_qemu_lost, follow_go,
+    refuse, refuse_through_registry, refuse_without_registry, return_to_source, run_incomplete, start,
 };
 
 type DestinationTransition = Transition<State, Effect>;
@@ -127,7 +127,7 @@ fn ready(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &E
         Event::OperatorDecided(OperatorDecision::RunHere { .. }) => {
             moved(follow_go(terms, incarnation, run).within("run-here"))
         }
-        Event::OperatorDecided(OperatorDecision::DiscardCopy) => moved(refuse().when("run-elsewhere")),
+        Event::OperatorDecided(OperatorDecision::DiscardCopy) => moved(refuse().when("discard-copy")),
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: true }) => {
             moved(start(incarnation, run).within("run-here").within("without-registry"))
         }
@@ -176,7 +176,12 @@ fn ready_by_registry(
     }
 }
 
-fn acquiring(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event: &Event) -> TransitionResult {
+fn acquiring(
+    terms: &MigrationTerms,
+    incarnation: &Incarnation,
+    run: bool,
+    event: &Event,
+) -> TransitionResult {
     let state = || State::Acquiring { incarnation: incarnation.clone(), run };
     let here = || Transition::to(state());
     let acquire = |since| ask(RequestPurpose::Acquire, Some(registry::acquire_by_destination(terms, since)));
@@ -205,7 +210,7 @@ fn acquiring(terms: &MigrationTerms, incarnation: &Incarnation, run: bool, event
         Event::Restarted(QemuAtStart::Gone) => moved(return_to_source(terms).when("qemu-gone")),
         Event::Restarted(QemuAtStart::Rebooted) => moved(enter_qemu_lost(terms).within("rebooted")),
         Event::OperatorDecided(OperatorDecision::DiscardCopy) => {
-            moved(return_to_source(terms).when("run-elsewhere"))
+            moved(return_to_source(terms).when("discard-copy"))
         }
         Event::OperatorDecided(OperatorDecision::RunHere { .. }) => {
             moved(here().when("run-here").then(read()))
@@ -255,9 +260,9 @@ fn starting(
             RegistryResult::Record(RecordMeaning::Source | RecordMeaning::MovedOn) => {
                 moved(crash_with_host().when("source-owns"))
             }
-            RegistryResult::Record(RecordMeaning::Open { .. } | RecordMeaning::Foreign) => {
-                moved(Transition::to(state(true)).when("foreign").then([Effect::Report(Report::ForeignRecord)]))
-            }
+            RegistryResult::Record(RecordMeaning::Open { .. } | RecordMeaning::Foreign) => moved(
+                Transition::to(state(true)).when("foreign").then([Effect::Report(Report::ForeignRecord)]),
+            ),
             RegistryResult::Unknown => {
                 let read = ask(RequestPurpose::Read, Some(registry::read(terms)));
                 moved(Transition::to(state(true)).when("unknown").then(read))
@@ -270,7 +275,7 @@ fn starting(
         Event::ContFailed => moved(refuse_through_registry(terms).within("first")),
         // The operator's assurance that it never ran replaces the proof.
         Event::OperatorDecided(OperatorDecision::DiscardCopy) if again => {
-            moved(refuse_through_registry(terms).within("again").within("run-elsewhere"))
+            moved(refuse_through_registry(terms).within("again").within("discard-copy"))
         }
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: true }) if again => {
             let to = Transition::to(state(true)).when("without-registry").when("run-here").when("again");
@@ -287,7 +292,9 @@ fn starting(
         Event::SourceAnswered { verdict: Verdict::Undecided, .. } | Event::RegistryAnswered(_) => {
             ignored(Ignored::TooLate)
         }
-        Event::OperatorDecided(_) => moved(Transition::to(state(again)).then([Effect::Report(Report::TooLate)])),
+        Event::OperatorDecided(_) => {
+            moved(Transition::to(state(again)).then([Effect::Report(Report::TooLate)]))
+        }
         Event::Repeat => moved(Transition::to(state(again)).when("first")),
         Event::Failed | Event::PeerSilent | Event::PeerLost | Event::ContactLostForGood => stay(state(again)),
         // An honest source does not abort what it has committed, but an operator can.
@@ -370,7 +377,7 @@ fn refusing(terms: &MigrationTerms, event: &Event) -> TransitionResult {
     }
 }
 
-/// Refused or discarded: this host has not run the guest and never will.
+/// Refused, or the copy is destroyed: this host has not run the guest and never will.
 fn final_without_guest(state: &State, event: &Event) -> TransitionResult {
     let here = || Transition::to(state.clone());
     match event {
@@ -413,10 +420,10 @@ fn qemu_lost(terms: &MigrationTerms, event: &Event) -> TransitionResult {
         Event::SourceAnswered { verdict: Verdict::Returned, .. } => moved(crash_with_host().when("returned")),
         // The source's operator decides then.
         Event::OperatorDecided(OperatorDecision::DiscardCopy) if terms.registry.is_none() => {
-            moved(crash_with_host().when("no-registry").when("run-elsewhere"))
+            moved(crash_with_host().when("no-registry").when("discard-copy"))
         }
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: false }) => {
-            moved(crash_with_host().when("without-registry").when("run-elsewhere"))
+            moved(crash_with_host().when("without-registry").when("discard-copy"))
         }
         Event::OperatorDecided(_) | Event::Cancel => moved(here().then([Effect::Report(Report::TooLate)])),
         Event::ContactLostForGood => moved(here().then([Effect::Report(Report::OperatorNeeded)])),
@@ -448,7 +455,7 @@ fn crashed(has_run: bool, event: &Event) -> TransitionResult {
     match event {
         // This host has owned it and still does: the source's copy is out of date.
         Event::Go { .. } | Event::Asked { .. } if has_run => {
-            moved(here().when("ran").then([Effect::SendRunning]))
+            moved(here().when("has-run").then([Effect::SendRunning]))
         }
         Event::Go { .. } | Event::Asked { .. } => {
             moved(here().when("may-have-run").then([Effect::SendCrashed]))

@@ -13,7 +13,7 @@ use super::SourceReport as Report;
 use super::SourceState as State;
 use crate::handover::operator::OperatorDecision;
 use crate::handover::registry::{self, RecordMeaning, RegistryResult, RequestPurpose};
-use crate::handover::{Ignored, MigrationTerms, Transition, QemuAtStart, Step, ignored, moved, stay};
+use crate::handover::{Ignored, MigrationTerms, QemuAtStart, Step, Transition, ignored, moved, stay};
 
 use transitions::{
     abandon_reclaim, abort, abort_stopped, ask, commit, commit_without_qemu, enter, enter_qemu_lost,
@@ -149,7 +149,7 @@ fn qemu_lost(
             moved(reclaim(terms, incarnation, run, *force).within("run-here"))
         }
         Event::OperatorDecided(OperatorDecision::DiscardCopy) => {
-            moved(finish(incarnation, run).when("run-elsewhere"))
+            moved(finish(incarnation, run).when("discard-copy"))
         }
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
             moved(without_registry(incarnation, run, *run_here))
@@ -219,7 +219,7 @@ fn committed(
             moved(reclaim(terms, Some(incarnation), run, *force).within("run-here"))
         }
         Event::OperatorDecided(OperatorDecision::DiscardCopy) => {
-            moved(finish(Some(incarnation), run).when("run-elsewhere"))
+            moved(finish(Some(incarnation), run).when("discard-copy"))
         }
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here }) => {
             moved(without_registry(Some(incarnation), run, *run_here))
@@ -236,11 +236,14 @@ fn committed(
 /// COMMITTED, and the destination has run the guest: it needs the source's pages, and the guest cannot return. The
 /// registry has nothing to decide any more, and is not asked.
 fn serving(incarnation: &Incarnation, run: bool, event: &Event) -> TransitionResult {
-    let here = || Transition::to(State::Committed { incarnation: incarnation.clone(), run, has_run: true }).when("ran");
+    let here = || {
+        Transition::to(State::Committed { incarnation: incarnation.clone(), run, has_run: true })
+            .when("has-run")
+    };
     let report = |what| moved(here().then([Effect::Report(what)]));
     let go = || Effect::SendGo { incarnation: incarnation.clone(), run };
     match event {
-        Event::Running { .. } => moved(finish(Some(incarnation), run).within("ran")),
+        Event::Running { .. } => moved(finish(Some(incarnation), run).within("has-run")),
         Event::Incomplete { .. } => report(Report::Incomplete),
         Event::Asked { .. } => {
             let verdict = Verdict::Committed { incarnation: incarnation.clone(), run };
@@ -262,10 +265,10 @@ fn serving(incarnation: &Incarnation, run: bool, event: &Event) -> TransitionRes
         )
         | Event::Cancel => report(Report::TooLate),
         Event::OperatorDecided(OperatorDecision::DiscardCopy) => {
-            moved(finish(Some(incarnation), run).when("run-elsewhere").within("ran"))
+            moved(finish(Some(incarnation), run).when("discard-copy").within("has-run"))
         }
         Event::OperatorDecided(OperatorDecision::WithoutRegistry { run_here: false }) => {
-            moved(without_registry(Some(incarnation), run, false).within("ran"))
+            moved(without_registry(Some(incarnation), run, false).within("has-run"))
         }
         // Neither is sent by a destination that has run the guest: if it crashes, it sends RUNNING. A registry with
         // another record is out of date.
@@ -292,15 +295,21 @@ fn reclaiming(
                 moved(Transition::to(state(force)).when("open").then(acquire_since(since)))
             }
             RegistryResult::Record(RecordMeaning::Destination) if force => {
-                let return_to_source = ask(RequestPurpose::ReturnToSource, Some(registry::return_to_source(terms)));
-                moved(Transition::to(state(force)).when("destination-owns").when("force").then(return_to_source))
+                let return_to_source =
+                    ask(RequestPurpose::ReturnToSource, Some(registry::return_to_source(terms)));
+                moved(
+                    Transition::to(state(force))
+                        .when("destination-owns")
+                        .when("force")
+                        .then(return_to_source),
+                )
             }
             RegistryResult::Record(RecordMeaning::Destination | RecordMeaning::MovedOn) => {
                 moved(abandon_reclaim(incarnation, run))
             }
-            RegistryResult::Record(RecordMeaning::Foreign) => {
-                moved(Transition::to(state(force)).when("foreign").then([Effect::Report(Report::ForeignRecord)]))
-            }
+            RegistryResult::Record(RecordMeaning::Foreign) => moved(
+                Transition::to(state(force)).when("foreign").then([Effect::Report(Report::ForeignRecord)]),
+            ),
             RegistryResult::Unknown => moved(
                 Transition::to(state(force))
                     .when("unknown")
@@ -319,7 +328,10 @@ fn reclaiming(
             moved(Transition::to(state(force)).when("qemu-lives").then([Effect::FreezeQemu]).then(acquire()))
         }
         Event::Restarted(QemuAtStart::Gone | QemuAtStart::Rebooted) => moved(
-            Transition::to(state(force)).when("qemu-gone").then([Effect::Report(Report::CopyLost)]).then(acquire()),
+            Transition::to(state(force))
+                .when("qemu-gone")
+                .then([Effect::Report(Report::CopyLost)])
+                .then(acquire()),
         ),
         // Either answer could turn out wrong before the registry has answered.
         Event::Asked { .. } => moved(Transition::to(state(force)).then([Effect::Answer(Verdict::Undecided)])),

@@ -95,7 +95,7 @@ proptest! {
         let goals = PreCopyGoals { max_downtime_ns, max_passes, ..PreCopyGoals::default() };
         let rules: [(AnyPolicy, u32, u32); 3] = [
             (TargetPolicy::new(goals, OnLimit::Stop).into(), 1, max_passes.max(1)),
-            (RoundCountPolicy::default().into(), 1, RoundCountPolicy::MAX_ROUNDS),
+            (RoundCountPolicy::default().into(), 1, RoundCountPolicy::MAX_PASSES),
             (HybridPolicy::new(goals, passes, FixedCost::default()).into(), passes, passes),
         ];
         for (policy, least, most) in rules {

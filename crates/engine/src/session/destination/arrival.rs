@@ -110,7 +110,7 @@ pub enum RefusedPayload {
     NoPostCopy,
 }
 
-/// Reason for which a host is not ready although the source is held.
+/// Reason for which a host is not ready although the source is frozen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum NotReady {
     /// The device state is not loaded.
@@ -195,7 +195,7 @@ impl DestinationSession {
         }
     }
 
-    /// Decides whether this host becomes READY: the source is held, and can no longer go on by itself. `run` is true if
+    /// Decides whether this host becomes READY: the source is frozen, and cannot go on by itself. `run` is true if
     /// the guest is to run.
     pub fn admit_frozen(is_loaded: bool, has_missing_pages: bool, run: bool) -> Result<(), NotReady> {
         if !is_loaded {

@@ -108,7 +108,9 @@ impl World {
                 self.source.session = SourceSession::new(state);
                 let found = found(self.source_qemu, self.source.rebooted, self.held);
                 // Whether pages follow by post-copy is in the journal.
-                self.source.session.set_destination_may_be_complete(found != QemuAtStart::Gone || !self.budget.post_copy);
+                self.source
+                    .session
+                    .set_destination_may_be_complete(found != QemuAtStart::Gone || !self.budget.post_copy);
                 if *self.source.state() != SourceState::Idle {
                     self.feed_source(rules, &SourceEvent::Restarted(found), cut);
                     if let Some(next) = self.source.session.after_restart() {

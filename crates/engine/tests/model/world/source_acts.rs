@@ -80,7 +80,7 @@ impl World {
         }
     }
 
-    /// Sends all of memory and device state, and HELD, without which the destination does not send READY.
+    /// Sends all of memory and device state, and FROZEN, without which the destination does not send READY.
     pub(crate) fn send_all(&mut self, rules: &Rules) {
         if rules.holds {
             if self.source_qemu != Qemu::Paused {

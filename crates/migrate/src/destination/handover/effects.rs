@@ -169,7 +169,7 @@ impl DestinationDriver {
                 error!(
                     migration = %id,
                     error = crate::chain(&error),
-                    "cannot record DISCARDED in the journal"
+                    "cannot record in the journal that the copy is destroyed"
                 );
                 Ok(())
             }

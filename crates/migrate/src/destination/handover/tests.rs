@@ -192,7 +192,7 @@ fn the_registry_is_asked_again_after_a_failed_journal_write() {
     };
     world.context.journal.refuse_writes(true);
     driver.notice(DestinationNotice::Event(DestinationEvent::RegistryAnswered(owner("a"))));
-    assert_eq!(world.state().name(), "taking");
+    assert_eq!(world.state().name(), "acquiring");
     world.context.journal.refuse_writes(false);
     answer.send(owner("b")).unwrap();
     assert_eq!(driver.run_to_end(), DestinationState::CopyDestroyed);
@@ -207,8 +207,7 @@ fn a_decision_that_was_not_journalled_is_not_retried() {
     let ready = DestinationState::Ready { incarnation, run: true };
     let (mut driver, _source) = driver(&world, ready.clone(), Some(vm));
     world.context.journal.refuse_writes(true);
-    driver
-        .notice(DestinationNotice::Event(DestinationEvent::OperatorDecided(OperatorDecision::DiscardCopy)));
+    driver.notice(DestinationNotice::Event(DestinationEvent::OperatorDecided(OperatorDecision::DiscardCopy)));
     world.context.journal.refuse_writes(false);
     let text = driver.publisher.now().message.unwrap();
     assert!(text.starts_with("the decision was not carried out"), "{text}");
@@ -432,7 +431,7 @@ fn missing_pages(
 ) -> host::missing_pages_record::MissingPagesRecord {
     let record = serde_json::json!({
         "descriptor": 9999, "file": world.folder.path().join("missing-pages"), "regions": [],
-        "untrusted": unexpected_page,
+        "unexpected_page": unexpected_page,
     });
     serde_json::from_value(record).unwrap()
 }
@@ -475,14 +474,15 @@ fn a_guest_with_an_unexpected_page_is_stopped_once_and_reported() {
     source.receive_until(
         |message| matches!(message, Message::Incomplete { unexpected_page, .. } if *unexpected_page == page),
     );
-    source
-        .receive_until(|message| matches!(message, Message::Running { unexpected_page, .. } if *unexpected_page == page));
+    source.receive_until(
+        |message| matches!(message, Message::Running { unexpected_page, .. } if *unexpected_page == page),
+    );
     assert!(matches!(end_state.join().unwrap(), DestinationState::Active { .. }));
     let record = world.context.journal.migration(&id(1)).unwrap().unwrap();
-    assert_eq!(record.details["missing_pages"]["untrusted"]["is_stopped"], true, "{}", record.details);
+    assert_eq!(record.details["missing_pages"]["unexpected_page"]["is_stopped"], true, "{}", record.details);
     assert!(record.message.as_deref().unwrap().contains("cannot be trusted"));
     let finding = crate::unexpected_page::finding(&world.context, &record, None).unwrap();
-    assert_eq!(finding.code, "page-not-trusted");
+    assert_eq!(finding.code, "unexpected-page");
     let of_another = crate::unexpected_page::finding(&world.context, &record, Some(1));
     assert!(of_another.is_none(), "another QEMU has that name now");
 }

@@ -200,7 +200,7 @@ impl SourceDriver {
         let (to, page_message) = (&self.terms.destination, unexpected_page::page_message(page, ram));
         let page_message =
             format!("the VM was stopped at {to}: {page_message}; see `whimbrel vm show` there");
-        self.note("page-not-trusted", &*page_message);
+        self.note("unexpected-page", &*page_message);
         self.record_reason(&page_message);
     }
 

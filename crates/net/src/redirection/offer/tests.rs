@@ -187,13 +187,13 @@ fn what_stands_against_it_is_found_before_the_move() {
     unknown.place.attachment.lan.subnets.clear();
     assert_eq!(check(&unknown, &good), ["network-unknown"]);
     let foreign = with_end(offer(), |end| end.new_endpoint = ip("10.9.0.2"));
-    assert_eq!(check(&foreign, &good), ["tunnel-end-foreign"]);
+    assert_eq!(check(&foreign, &good), ["tunnel-end-not-local"]);
     let used = RedirectionFacts { numbers: [31].into(), ..good.clone() };
     assert_eq!(check(&offer(), &used), ["tunnel-number"]);
     let in_use = RedirectionFacts { in_use: [ip("10.2.0.5")].into(), ..good.clone() };
     assert_eq!(check(&offer(), &in_use), ["address-in-use"]);
     let mut foreign = RedirectionOffer { wanted: vec![wanted("10.1.0.5", "10.7.0.5")], ..offer() };
-    assert_eq!(check(&foreign, &good), ["address-foreign"]);
+    assert_eq!(check(&foreign, &good), ["address-outside-subnet"]);
     foreign.wanted[0].length = Some(24);
     assert_eq!(check(&foreign, &good), Vec::<&str>::new(), "the user has given the network");
 }

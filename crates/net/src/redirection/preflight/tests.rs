@@ -40,7 +40,7 @@ fn each_obstacle_is_found() {
     assert_eq!(found(|facts| facts.closed.push(chain(true))), [("firewall-in-way", Warning)]);
     assert_eq!(found(|facts| facts.closed.push(chain(false))), [("firewall-in-way", Warning)]);
     assert_eq!(found(|facts| facts.path_mtu = 1329), [("mtu-too-small", Blocker)], "IPv6 needs 1280");
-    assert_eq!(found(|facts| facts.has_conntrack = false), [("tracking-missing", Blocker)]);
+    assert_eq!(found(|facts| facts.has_conntrack = false), [("conntrack-missing", Blocker)]);
     assert_eq!(found(|facts| facts.is_tap = false), [("not-a-tap", Blocker)]);
     assert_eq!(found(|facts| facts.kernel_features.has_egress = false), [("egress-missing", Blocker)]);
 }
@@ -64,7 +64,7 @@ fn an_address_of_another_network_is_refused() {
     let mut redirection = first();
     redirection.place.attachment.pairs[0].public = ip("10.9.0.5");
     let findings = check(&redirection, "host2", &good());
-    assert!(findings.iter().any(|finding| finding.code == "address-foreign"), "{findings:?}");
+    assert!(findings.iter().any(|finding| finding.code == "address-outside-subnet"), "{findings:?}");
     assert_eq!(check(&redirection, "host9", &good()), [], "it has no part");
 }
 

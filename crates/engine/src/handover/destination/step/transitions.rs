@@ -3,12 +3,16 @@
 use proto::Incarnation;
 use proto::message::RegistryRequest;
 
-use super::{Effect, Report, State, DestinationTransition};
+use super::{DestinationTransition, Effect, Report, State};
 use crate::handover::registry::{self, RequestPurpose};
 use crate::handover::{MigrationTerms, Transition};
 
 /// Follows GO, from the source, the registry's offer, or an operator.
-pub(super) fn follow_go(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> DestinationTransition {
+pub(super) fn follow_go(
+    terms: &MigrationTerms,
+    incarnation: &Incarnation,
+    run: bool,
+) -> DestinationTransition {
     let acquire = terms.registry.map(|since| registry::acquire_by_destination(terms, since));
     match acquire {
         None => start(incarnation, run).within("no-registry"),
@@ -76,7 +80,7 @@ pub(super) fn refuse() -> DestinationTransition {
 
 /// REFUSED by the operator's decision: the registry, which would have to record it first, is lost.
 pub(super) fn refuse_without_registry() -> DestinationTransition {
-    refuse().when("without-registry").when("run-elsewhere")
+    refuse().when("without-registry").when("discard-copy")
 }
 
 pub(super) fn destroy_copy(why: Report) -> DestinationTransition {

@@ -3,11 +3,11 @@
 use proto::Incarnation;
 use proto::message::RegistryRequest;
 
-use super::{Effect, Report, State, SourceTransition};
+use super::{Effect, Report, SourceTransition, State};
 use crate::handover::registry::{self, RequestPurpose};
 use crate::handover::{MigrationTerms, Transition};
 
-/// COMMITTED: journalled, and the source's QEMU held, before GO can reach the destination.
+/// COMMITTED: journalled, and the source's QEMU frozen, before GO can reach the destination.
 pub(super) fn commit(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> SourceTransition {
     enter(State::Committed { incarnation: incarnation.clone(), run, has_run: false })
         .then([Effect::FreezeQemu, Effect::SendGo { incarnation: incarnation.clone(), run }])
@@ -88,11 +88,15 @@ pub(super) fn reclaim(
 }
 
 /// The operator's decision replaces that of the registry, which is lost.
-pub(super) fn without_registry(incarnation: Option<&Incarnation>, run: bool, run_here: bool) -> SourceTransition {
+pub(super) fn without_registry(
+    incarnation: Option<&Incarnation>,
+    run: bool,
+    run_here: bool,
+) -> SourceTransition {
     if run_here {
         enter_returned(run).within("run-here").within("without-registry")
     } else {
-        finish(incarnation, run).within("run-elsewhere").within("without-registry")
+        finish(incarnation, run).within("discard-copy").within("without-registry")
     }
 }
 
@@ -117,9 +121,11 @@ pub(super) fn enter_returned(run: bool) -> SourceTransition {
 pub(super) fn abandon_reclaim(incarnation: Option<&Incarnation>, run: bool) -> SourceTransition {
     let lost = Effect::Report(Report::DestinationOwns);
     match incarnation {
-        Some(incarnation) => enter(State::Committed { incarnation: incarnation.clone(), run, has_run: false })
-            .when("destination-owns")
-            .then([lost, Effect::SendGo { incarnation: incarnation.clone(), run }]),
+        Some(incarnation) => {
+            enter(State::Committed { incarnation: incarnation.clone(), run, has_run: false })
+                .when("destination-owns")
+                .then([lost, Effect::SendGo { incarnation: incarnation.clone(), run }])
+        }
         None => enter(State::QemuLost { incarnation: None, run })
             .when("destination-owns")
             .when("qemu-lost")

@@ -60,7 +60,8 @@ fn without_a_round_before_the_scan_nothing_is_decided() {
         rounds.cut();
     }
     assert!(rounds.is_first());
-    let frees = |event: &PolicyEvent| *event == PolicyEvent::ThrottleChanged { change: ThrottleChange::Lifted };
+    let frees =
+        |event: &PolicyEvent| *event == PolicyEvent::ThrottleChanged { change: ThrottleChange::Lifted };
     let observed = rounds.policy().trace().entries.iter().map(|entry| entry.observed);
     assert_eq!(observed.filter(frees).count(), 2);
 }

@@ -60,7 +60,7 @@ fn begin(world: &World, qemu: &Qemu, steps: &Steps) -> thread::JoinHandle<Source
     thread::spawn(move || driver.run())
 }
 
-/// Receives all up to HELD. Returns the control stream, and the digest of the device state.
+/// Receives all up to FROZEN. Returns the control stream, and the digest of the device state.
 fn receive(world: &World) -> (Peer, Receiver, String) {
     let mut control = world.accept();
     control.receive_until(|message| matches!(message, Message::Propose(_)));
@@ -86,7 +86,7 @@ fn apart(steps: &Steps) -> (Vec<String>, Vec<String>) {
     taken(steps).into_iter().partition(|step| of_rounds.iter().any(|of_round| step.starts_with(of_round)))
 }
 
-/// The steps up to HELD: those before the first round, and those while the guest is stopped. QEMU saves its devices
+/// The steps up to FROZEN: those before the first round, and those while the guest is stopped. QEMU saves its devices
 /// between the last two scans.
 const UP_TO_HELD: [&str; 8] = [
     "only report",

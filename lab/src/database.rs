@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 
 use postgres::{Client, Config, NoTls};
 
-use crate::demo::server;
+use crate::debian_guest::server;
 use crate::disk::overlay;
 use crate::environment::{Environment, QemuVersion};
 use crate::error::{Error, Result};

@@ -41,6 +41,7 @@ pub mod bench;
 pub mod client;
 pub mod configurations;
 pub mod database;
+pub mod debian_guest;
 pub mod demo;
 pub mod disk;
 pub mod emulator;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use whimbrel_lab as lab;
 
 use lab::client::Client;
-use lab::demo::debian_guest;
+use lab::debian_guest::debian_guest;
 use lab::{Environment, Guest, Lab, LabConfig, vm_address};
 
 #[test]

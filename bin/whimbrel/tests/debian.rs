@@ -12,7 +12,7 @@ use std::time::Duration;
 use common::cuts::Cuts;
 use common::{Cluster, Setup};
 use lab::client::{Client, wait_for_service};
-use lab::demo::debian_guest;
+use lab::debian_guest::debian_guest;
 use lab::{Guest, Net, vm_address};
 
 const VM: &str = "web";

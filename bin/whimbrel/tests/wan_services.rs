@@ -13,7 +13,7 @@ use common::two_networks::SOON;
 use common::{Cluster, DEADLINE, Guest, GuestSpec, Setup};
 use lab::client::wait_for_service;
 use lab::database::{Committer, OpenTransaction, database_guest, rows};
-use lab::demo::debian_guest;
+use lab::debian_guest::debian_guest;
 use lab::sessions::{Datagrams, Download, SshSession, WebSocket};
 use lab::two_networks::{NEW_ADDRESS, separate_far};
 use lab::wan::ocean;

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::case::{Case, Program};
 use super::echo_client::ECHO_PORT;
-use crate::demo::debian_guest;
+use crate::debian_guest::debian_guest;
 use crate::disk::{known_content, overlay};
 use crate::environment::Environment;
 use crate::error::{Context, Result};

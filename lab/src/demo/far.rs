@@ -9,9 +9,10 @@ use serde::Serialize;
 use serde_json::Value;
 use toml::toml;
 
-use super::{VM, debian_guest, document, ended, runs_qemu};
+use super::{VM, document, ended, runs_qemu};
 use crate::agents::Agents;
 use crate::client::wait_for_service;
+use crate::debian_guest::debian_guest;
 use crate::environment::Environment;
 use crate::error::{Context, Result};
 use crate::follow::DEADLINE;

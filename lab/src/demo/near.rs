@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::{VM, debian_guest, document, ended, runs_qemu};
+use super::{VM, document, ended, runs_qemu};
 use crate::agents::Agents;
 use crate::client::{Client, ClientReport, wait_for_service};
+use crate::debian_guest::debian_guest;
 use crate::environment::Environment;
 use crate::error::Result;
 use crate::follow::DEADLINE;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::case::DiskCase;
 use crate::bench::subject::SavedGuest;
-use crate::demo::server;
+use crate::debian_guest::server;
 use crate::environment::{Environment, QemuVersion};
 use crate::error::{Context, Error, Result};
 use crate::lab::Lab;

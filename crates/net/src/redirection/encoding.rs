@@ -166,6 +166,7 @@ fn encode(
         }
         RuleExpression::SolicitationFor(range) => solicitation_for(requests, *range),
         RuleExpression::Arp => kind_is(requests, ARP),
+        RuleExpression::ArpRequest => arp_request(requests),
         RuleExpression::ArpOf(address) => {
             kind_is(requests, ARP);
             load_bytes(requests, abi::NETWORK, 14, 4);
@@ -209,6 +210,13 @@ fn encode(
         RuleExpression::Drop => verdict(requests, abi::DROP),
     }
     Ok(())
+}
+
+/// Selects frames of ARP that ask for an address.
+fn arp_request(requests: &mut Requests) {
+    kind_is(requests, ARP);
+    load_bytes(requests, abi::NETWORK, 6, 2);
+    compare(requests, abi::EQUAL, &[0, 1]);
 }
 
 /// Compares the address that an ARP frame asks for with a range of IPv4.

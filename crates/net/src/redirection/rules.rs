@@ -125,6 +125,8 @@ pub enum RuleExpression {
     NotArpFor(Prefix),
     /// The frame is an ARP message.
     Arp,
+    /// The frame is an ARP request.
+    ArpRequest,
     /// Mark of the packet.
     Mark(u32),
     /// The packet gets this mark in the bits of legs.
@@ -223,7 +225,8 @@ pub(super) fn arp_sender_rewrite(attachment: &Attachment, names: KernelNames) ->
         IpAddr::V6(_) => None,
     };
     let rules = attachment.pairs.iter().find_map(of_v4);
-    let rules = rules.map(|address| vec![RuleExpression::Arp, RuleExpression::SetArpSender(address)]);
+    // Its answers name the address that was asked for.
+    let rules = rules.map(|address| vec![RuleExpression::ArpRequest, RuleExpression::SetArpSender(address)]);
     chain("questions", false, ChainHook::Egress(names.proxy_device()), 0, rules.into_iter().collect())
 }
 

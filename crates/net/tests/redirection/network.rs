@@ -391,10 +391,12 @@ impl Network {
         self.host(to).within(install).unwrap();
     }
 
+    #[track_caller]
     fn connection(from: &Host, to: &Host, listen: IpAddr, connect: IpAddr) -> (Ends, IpAddr) {
         let listener = to.within(|| TcpListener::bind((listen, 0)).unwrap()).unwrap();
         let target = SocketAddr::new(connect, listener.local_addr().unwrap().port());
-        let client = from.within(|| TcpStream::connect_timeout(&target, DEADLINE).unwrap()).unwrap();
+        let client = from.within(|| TcpStream::connect_timeout(&target, DEADLINE)).unwrap();
+        let client = client.unwrap_or_else(|error| panic!("{target}: {error}"));
         let (server, peer) = listener.accept().unwrap();
         for stream in [&client, &server] {
             stream.set_read_timeout(Some(DEADLINE)).unwrap();
@@ -408,6 +410,7 @@ impl Network {
     }
 
     /// Connects the client with the guest by an address.
+    #[track_caller]
     pub(crate) fn connect_by(&self, address: IpAddr) -> Ends {
         let any = if address.is_ipv4() { "0.0.0.0" } else { "::" };
         Self::connection(&self.lab.client, self.guest(), any.parse().unwrap(), address).0

@@ -32,6 +32,7 @@ pub(crate) fn state(host: &Host) -> BTreeMap<String, String> {
         let words: Vec<_> = command.split(' ').collect();
         let shown: Value = serde_json::from_str(&host.run(&words).unwrap()).unwrap_or_default();
         let mut items: Vec<_> = shown.as_array().cloned().unwrap_or_else(|| vec![shown]);
+        items.iter_mut().for_each(without_handles);
         let names_tap =
             |item: &Value| ["ifname", "dev"].iter().any(|key| item[*key] == TAP || item[*key] == SECOND_TAP);
         items.retain(|item| !names_tap(item));
@@ -46,6 +47,18 @@ pub(crate) fn state(host: &Host) -> BTreeMap<String, String> {
     .unwrap();
     state.extend(settings);
     state
+}
+
+/// Removes the numbers that nftables gives to what is made, also when it is made again.
+fn without_handles(value: &mut Value) {
+    match value {
+        Value::Object(fields) => {
+            fields.remove("handle");
+            fields.values_mut().for_each(without_handles);
+        }
+        Value::Array(items) => items.iter_mut().for_each(without_handles),
+        _ => {}
+    }
 }
 
 fn read_settings(directory: &Path, into: &mut BTreeMap<String, String>) {

@@ -120,7 +120,7 @@ pub(crate) fn migration_named(name: &str) -> Option<MigrationId> {
     Some(MigrationId { vm: VmName::new(vm).ok()?, epoch: Epoch(epoch.parse().ok()?) })
 }
 
-/// What a host says of its part of the redirection of a migration.
+/// State of a host's part of the redirection of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Standing {
     /// True if it has its part, or is about to have it.

@@ -162,7 +162,7 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         "300",
     ),
     (
-        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[migration]\nmax_rounds = 3\nhybrid_passes = 4",
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[migration]\nmax_passes = 3\nhybrid_passes = 4",
         6,
         "migration.hybrid_passes",
         "fewer passes",

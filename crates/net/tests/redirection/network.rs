@@ -283,6 +283,18 @@ impl Network {
             self.host(from).run(&["ip", "link", "set", "dev", tap, "netns", namespace]).unwrap();
             self.join(to, tap);
         }
+        // Until it has seen that the other end is up again, a veth device drops what it is to send. Guests' cards do not.
+        lab::until("the guest's cards are up", || {
+            let links: serde_json::Value = serde_json::from_str(
+                &self.guest().run(&["ip", "-j", "link", "show", "type", "veth"]).unwrap(),
+            )
+            .unwrap();
+            links
+                .as_array()
+                .unwrap()
+                .iter()
+                .all(|link| link["operstate"] != "DOWN" && link["operstate"] != "LOWERLAYERDOWN")
+        });
     }
 
     /// Gives the guest the new addresses itself, as something in the guest would.

@@ -11,6 +11,8 @@ use crate::redirection::tunnel::Key;
 
 /// Setting by which a host forwards packets of IPv6.
 const FORWARDING: &str = "net/ipv6/conf/all/forwarding";
+/// The sysctl that WireGuard clears.
+const SEND_REDIRECTS: &str = "net/ipv4/conf/all/send_redirects";
 
 /// Kernel in memory.
 #[derive(Debug, Default)]
@@ -66,7 +68,9 @@ impl FakeKernel {
     pub fn shown(&self) -> Vec<String> {
         let state = self.state();
         let objects = state.objects.iter().map(|object| format!("{object:?}"));
-        let sysctls = state.sysctls.iter().filter(|(path, value)| *path != FORWARDING || *value != "0");
+        let usual = [(FORWARDING, "0"), (SEND_REDIRECTS, "1")];
+        let sysctls =
+            state.sysctls.iter().filter(|(path, value)| !usual.contains(&(path.as_str(), value.as_str())));
         let mut all: Vec<_> =
             objects.chain(sysctls.map(|(path, value)| format!("{path} = {value}"))).collect();
         all.sort();
@@ -89,6 +93,7 @@ impl HostKernel for FakeKernel {
         Ok(KernelFeatures {
             has_v6: true,
             v6_forwarding: if self.forwards() { "1" } else { "0" }.to_owned(),
+            send_redirects: "1".to_owned(),
             has_egress: true,
             ..KernelFeatures::default()
         })

@@ -193,12 +193,30 @@ fn connections_go_on_in_another_network_and_back() {
     Conversation::with(&cluster, vm_address(1)).exchange();
 }
 
+/// Returns hosts in three networks.
+fn three_networks(usual: Setup) -> Cluster {
+    let cluster = cluster_with(Setup { third: true, ..usual });
+    connect_third(&cluster.lab).unwrap();
+    cluster.agent("c").host.tap(&Net::new(1).tap).unwrap();
+    cluster
+}
+
+/// Waits until each host has one redirection, to the third host; that of the first host leads there, too.
+#[track_caller]
+fn assert_all_lead_to_third(cluster: &Cluster) {
+    for agent in ["a", "b", "c"].map(|name| cluster.agent(name)) {
+        until("there is one redirection, to the third host", || {
+            let listed = redirections(agent);
+            listed.len() == 1 && listed[0]["at"] == "c" && listed[0]["stage"] == "active"
+        });
+        assert_eq!(redirections(agent)[0]["left"], json!(["a", "b"]), "{}", agent.name);
+    }
+}
+
 #[test]
 fn connections_of_all_networks_go_on_in_a_third_one() {
-    let cluster = cluster_with(Setup { third: true, ..Setup::default() });
-    connect_third(&cluster.lab).unwrap();
+    let cluster = three_networks(Setup::default());
     let third = cluster.agent("c");
-    third.host.tap(&Net::new(1).tap).unwrap();
     let _guest = answering_guest(&cluster, VM);
     let old = Conversation::with(&cluster, vm_address(1));
     old.exchange();
@@ -220,14 +238,7 @@ fn connections_of_all_networks_go_on_in_a_third_one() {
         Conversation::with(&cluster, address).exchange();
     }
     cluster.assert_guest_whole("c", VM);
-    // The first host has a tunnel to the third one, and nothing of the second one's.
-    for agent in [&cluster.a, &cluster.b, third] {
-        until("each host has one redirection, to the third", || {
-            let listed = redirections(agent);
-            listed.len() == 1 && listed[0]["at"] == "c" && listed[0]["stage"] == "active"
-        });
-        assert_eq!(redirections(agent)[0]["left"], json!(["a", "b"]), "{}", agent.name);
-    }
+    assert_all_lead_to_third(&cluster);
 
     drop((old, new));
     for agent in [third, &cluster.a, &cluster.b] {
@@ -236,6 +247,43 @@ fn connections_of_all_networks_go_on_in_a_third_one() {
     }
     for agent in [third, &cluster.a, &cluster.b] {
         until("nothing is left", || shown(agent)["items"] == json!([]) && redirections(agent).is_empty());
+    }
+}
+
+/// The first host's agent is dead when it is to hear that the guest runs in the third network.
+#[test]
+fn a_host_left_before_finds_out_where_the_guest_is() {
+    let mut cluster = three_networks(Setup::impatient());
+    let _guest = answering_guest(&cluster, VM);
+    let old = Conversation::with(&cluster, vm_address(1));
+    cluster.migrate(VM, "a", "b", &["--new-address", &format!("{}={NEW}", vm_address(1))]);
+    old.exchange();
+
+    let faults = cluster.faults.as_ref().unwrap();
+    faults.want("source/redirection/commit");
+    let onward = format!("{}={THIRD_ADDRESS}", vm_address(1));
+    let words = ["migrate", VM, "--to", "c", "--verify", "--on-limit", "stop", "--new-address", &onward];
+    let mut migration = cluster.b.begin(&words);
+    let held = faults.held(DEADLINE).unwrap();
+    let listed = redirections(&cluster.a);
+    assert!(listed.iter().any(|one| one["stage"] == "prepared" && one["at"] == "c"), "{listed:#?}");
+    cluster.a.kill();
+    held.release();
+    assert!(migration.wait().unwrap().success());
+    cluster.a.start();
+    assert_all_lead_to_third(&cluster);
+    old.exchange();
+    cluster.assert_guest_whole("c", VM);
+
+    drop(old);
+    for name in ["c", "a", "b"] {
+        let agent = cluster.agent(name);
+        let released = agent.cli(&["net", "release", VM, "--all"]);
+        assert!(released.code == 0 || redirections(agent).is_empty(), "{released:?}");
+    }
+    for name in ["a", "b", "c"] {
+        let left = common::entries(&cluster.agent(name).directory.join("state/redirections"));
+        assert!(left.is_empty(), "{left:?} at {name}");
     }
 }
 

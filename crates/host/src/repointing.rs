@@ -111,7 +111,8 @@ fn obeyed(answer: Message, host: &str) -> Result<(), String> {
 
 // ---- a host that the VM has left before
 
-/// Returns the answer to a message of another host about a redirection; none if it is not about one.
+/// Returns the answer to a message of another host about a redirection; none if it is not about one. Every host may ask
+/// whether one stands; orders are those of the host that has the VM by this host's records.
 pub fn answer(context: &Context, peer: &HostId, id: &MigrationId, message: Message) -> Option<Message> {
     Some(match message {
         Message::AskRedirection => {

@@ -68,7 +68,8 @@ impl Daemon {
     }
 
     /// Checks that the peer is one of the migration's two hosts: any other host with a certificate could make false
-    /// statements about it.
+    /// statements about it. Hosts that the VM has left before ask about its redirections, too; orders about these are checked
+    /// by the records of redirections.
     fn check_peer_is_participant(&self, arrival: &ConnectedPeer) -> Result<(), String> {
         let host = arrival.host();
         let (id, questions) = match arrival.purpose() {
@@ -76,8 +77,8 @@ impl Daemon {
             | Purpose::Data { migration, .. }
             | Purpose::Frames { migration }
             | Purpose::Flows { migration } => (migration, false),
-            Purpose::Handover { migration } | Purpose::Redirection { migration } => (migration, true),
-            Purpose::Registry => return Ok(()),
+            Purpose::Handover { migration } => (migration, true),
+            Purpose::Redirection { .. } | Purpose::Registry => return Ok(()),
         };
         if i64::try_from(id.epoch.0).is_err() {
             return Err(format!("{} is not a valid epoch", id.epoch));

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
-use proto::message::{Message, Verdict};
+use proto::message::{Message, RepointStep, Verdict};
 use proto::{Epoch, Generation, Incarnation, Purpose};
 
 use super::*;
@@ -65,6 +65,25 @@ fn only_a_migrations_two_hosts_have_a_say_in_it() {
     let mut source = Other::connect("b", address, questions()).unwrap();
     source.send_message(&Message::Inquire { epoch: Epoch(1) });
     assert!(matches!(source.receive_message(), Message::Refused { epoch: Epoch(1), .. }));
+}
+
+/// A host that the VM has left before asks whether it has moved on; it cannot change anything.
+#[test]
+fn a_host_left_before_asks_about_redirections_and_orders_nothing() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let (_serving, address) = serve(&daemon);
+    world.journalled(&terms("b", "a"), State::Destination(DestinationState::Prepared));
+    let about = || Purpose::Redirection { migration: id(1) };
+    let mut before = Other::connect("c", address, about()).unwrap();
+    before.send_message(&Message::AskRedirection);
+    let answer = Message::RedirectionStands { stands: false, confirmed: false };
+    assert_eq!(before.receive_message(), answer);
+    before.send_message(&Message::Repoint { step: RepointStep::Remove, redirection: None });
+    let refused = before.receive_message();
+    assert!(matches!(&refused, Message::Repointed { error: Some(_) }), "{refused:?}");
+    before.send_message(&Message::Ping);
+    assert_eq!(before.receive_until_closed(), []);
 }
 
 #[test]

@@ -166,7 +166,7 @@ fn impossible_requests_are_refused_first() {
     assert!(output.stdout.contains("cannot be compared"), "{output:?}");
     for (words, why) in [
         (&["--policy", "hybrid", "--hybrid-passes", "0"][..], "0 passes are not possible"),
-        (&["--policy", "hybrid", "--hybrid-passes", "31"], "exceed the maximum of 30 rounds"),
+        (&["--policy", "hybrid", "--hybrid-passes", "31"], "31 passes exceed the maximum of 30"),
         (&["--hybrid-passes", "2", "--policy", "pattern"], "only with --policy hybrid"),
     ] {
         let output = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"][..], words].concat());

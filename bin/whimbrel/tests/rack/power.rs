@@ -177,7 +177,7 @@ fn is_settled(ends: &[End; 2]) -> bool {
     let [source, destination] = ends;
     let is_over = ["none", "aborted", "returned", "done"].contains(&source.state.as_str());
     let is_over_there =
-        ["none", "active", "discarded", "refused", "crashed"].contains(&destination.state.as_str());
+        ["none", "active", "copy-destroyed", "refused", "crashed"].contains(&destination.state.as_str());
     let is_underway = ends.iter().any(|end| end.standing == "underway");
     is_over_there && !is_underway && (is_over || is_in_doubt(ends))
 }

@@ -79,13 +79,14 @@ pub fn plan(
     kernel_features: &KernelFeatures,
 ) -> Result<HostPlan, NoPlan> {
     check(redirection)?;
-    let mut planner = Planner { redirection, kernel_features, plan: HostPlan::default() };
+    let mut planner = Planner { redirection, kernel_features, plan: HostPlan::default(), port: None };
     if redirection.place.host == host {
         planner.new_host()?;
     } else {
         let leg = redirection.legs.iter().find(|leg| leg.host == host);
         planner.old_host(leg.ok_or_else(|| NoPlan::NotInvolved(host.to_owned()))?)?;
     }
+    planner.plan.switched.extend(planner.port);
     Ok(planner.plan)
 }
 
@@ -106,6 +107,8 @@ struct Planner<'a> {
     redirection: &'a Redirection,
     kernel_features: &'a KernelFeatures,
     plan: HostPlan,
+    /// Port by which a proxy device joins its bridge. It comes last: a packet that arrives before its route is lost.
+    port: Option<KernelObject>,
 }
 
 impl Planner<'_> {
@@ -298,11 +301,10 @@ impl Planner<'_> {
             self.plan.switched.push(proxy);
         }
         self.link_local(&device, names, &public);
-        let vlan = attachment.lan.vlan;
-        self.plan.switched.push(KernelObject::Port { device: port.clone(), bridge, vlan });
-        for device in [port, device.clone()] {
+        for device in [port.clone(), device.clone()] {
             self.plan.switched.push(KernelObject::Up { device });
         }
+        self.port = Some(KernelObject::Port { device: port, bridge, vlan: attachment.lan.vlan });
         self.plan.announced = Some((device, attachment.mac, public));
     }
 

@@ -284,7 +284,7 @@ impl Network {
             self.join(to, tap);
         }
         // Until it has seen that the other end is up again, a veth device drops what it is to send. Guests' cards do not.
-        lab::until("the guest's cards are up", || {
+        until("the guest's cards are up", || {
             let links: serde_json::Value = serde_json::from_str(
                 &self.guest().run(&["ip", "-j", "link", "show", "type", "veth"]).unwrap(),
             )

@@ -93,6 +93,19 @@ fn what_is_prepared_takes_no_packets() {
     }
 }
 
+/// A packet that arrives before its route and its rules is lost.
+#[test]
+fn a_proxy_device_joins_its_bridge_last() {
+    for host in ["host1", "host2"] {
+        let plan = plan_of(&first(), host);
+        assert!(
+            matches!(plan.switched.last(), Some(KernelObject::Port { .. })),
+            "{host}: {:#?}",
+            plan.switched
+        );
+    }
+}
+
 #[test]
 fn devices_are_made_and_named_after_the_migration() {
     let redirection = first();

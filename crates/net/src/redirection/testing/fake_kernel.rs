@@ -11,7 +11,7 @@ use crate::redirection::tunnel::Key;
 
 /// Setting by which a host forwards packets of IPv6.
 const FORWARDING: &str = "net/ipv6/conf/all/forwarding";
-/// The sysctl that WireGuard clears.
+/// The sysctl that the kernel clears for an encrypted tunnel.
 const SEND_REDIRECTS: &str = "net/ipv4/conf/all/send_redirects";
 
 /// Kernel in memory.

@@ -69,7 +69,7 @@ fn only_a_migrations_two_hosts_have_a_say_in_it() {
 
 /// A host that the VM has left before asks whether it has moved on; it cannot change anything.
 #[test]
-fn a_host_left_before_asks_about_redirections_and_orders_nothing() {
+fn a_host_left_before_asks_about_redirections_and_no_more() {
     let world = World::new();
     let daemon = daemon(&world);
     let (_serving, address) = serve(&daemon);

@@ -145,7 +145,7 @@ fn sessions_of_a_server_go_on_far_away_and_back() {
         [const { None }; 4]
     );
     assert!(download.files > 0);
-    // Datagrams get lost (docs/operations/wan.md); their flow goes on, and none comes twice.
+    // Some datagrams are lost (docs/operations/wan.md, limits); their flow goes on, and none comes twice.
     assert_eq!(datagrams.repeated, 0, "of {}", datagrams.sent);
     assert_eq!(resets(&client), before);
 }

@@ -7,6 +7,8 @@
 
 #[path = "redirection/cards.rs"]
 mod cards;
+#[path = "redirection/datagrams.rs"]
+mod datagrams;
 #[path = "redirection/network.rs"]
 mod network;
 #[path = "redirection/state.rs"]
@@ -17,6 +19,7 @@ mod tunnels;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
+use datagrams::{Datagrams, install_held};
 use net::own_objects;
 use net::redirection::keeper::RedirectionError;
 use net::redirection::next_move::{NetworkMove, next_redirection};
@@ -30,6 +33,18 @@ use whimbrel_net as net;
 /// Moves the guest from the old host to the new one.
 fn first_move(network: &Network, addressing: NewAddressMode) -> Redirection {
     network.first_move(addressing, &BOTH, tunnel(TunnelKind::Vxlan))
+}
+
+/// Asserts that connections which the guest opens leave by its address in the network where it is, and those to former
+/// neighbours by its old one.
+#[track_caller]
+fn assert_guest_reaches_others(network: &Network, family: Family, side: usize) {
+    let (mut opened, from) = network.connect_from_guest(family);
+    opened.exchange();
+    assert_eq!(from, family.guest(side), "new connections leave by the newest address");
+    let (mut neighbour, from) = network.connect_to_neighbour(family);
+    neighbour.exchange();
+    assert_eq!(from, family.guest(OLD), "former neighbours know the old address");
 }
 
 #[test]
@@ -58,12 +73,7 @@ fn connections_go_on_in_another_network_and_nothing_is_left() {
         let mut new = network.connect(family, NEW);
         new.exchange();
         network.connect(family, OLD).exchange();
-        let (mut opened, from) = network.connect_from_guest(family);
-        opened.exchange();
-        assert_eq!(from, family.guest(NEW), "the guest's new connections leave by its new address");
-        let (mut neighbour, from) = network.connect_to_neighbour(family);
-        neighbour.exchange();
-        assert_eq!(from, family.guest(OLD), "former neighbours know the old address");
+        assert_guest_reaches_others(&network, family, NEW);
     }
     old.iter_mut().chain(&mut opened).for_each(Ends::exchange);
 
@@ -100,14 +110,14 @@ fn answers_to_held_datagrams_return_by_the_tunnel() {
     let network = Network::new();
     let before = network.state();
     let redirection = first_move(&network, NewAddressMode::Nat);
-    let flows = BOTH.map(|family| network.datagrams(family));
+    let flows = BOTH.map(|family| Datagrams::new(&network, family));
     for flow in &flows {
         flow.exchange();
     }
     let mut records = network.prepare(&redirection);
     network.move_guest(NEW);
     for flow in &flows {
-        network.install_held(&redirection, &flow.frame());
+        install_held(&network, &redirection, &flow.frame());
     }
     network.switch(&mut records);
     for flow in &flows {
@@ -271,12 +281,7 @@ fn a_guest_that_moves_on_keeps_the_connections_of_all_networks() {
         for side in [OLD, NEW, THIRD] {
             network.connect(family, side).exchange();
         }
-        let (mut later, from) = network.connect_from_guest(family);
-        later.exchange();
-        assert_eq!(from, family.guest(THIRD), "new connections leave by the newest address");
-        let (mut neighbour, from) = network.connect_to_neighbour(family);
-        neighbour.exchange();
-        assert_eq!(from, family.guest(OLD), "former neighbours know the old address");
+        assert_guest_reaches_others(&network, family, THIRD);
     }
     // There is no chain: connections by the first address do not need the second host.
     network.without(NEW, || old.iter_mut().for_each(Ends::exchange));

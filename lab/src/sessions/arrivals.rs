@@ -31,17 +31,17 @@ pub struct SessionReport {
 #[derive(Debug)]
 pub(super) struct Arrivals {
     stop: Arc<AtomicBool>,
-    told: Sender<()>,
+    notices: Sender<()>,
     start: Instant,
     last: Instant,
     report: SessionReport,
 }
 
 impl Arrivals {
-    /// Begins a record, which is told each time that something arrives.
-    pub(super) fn new(stop: Arc<AtomicBool>, told: Sender<()>) -> Self {
+    /// Begins a record, which sends an item for each thing that arrives.
+    pub(super) fn new(stop: Arc<AtomicBool>, notices: Sender<()>) -> Self {
         let now = Instant::now();
-        Self { stop, told, start: now, last: now, report: SessionReport::default() }
+        Self { stop, notices, start: now, last: now, report: SessionReport::default() }
     }
 
     /// Returns true if the client has to end.
@@ -64,11 +64,11 @@ impl Arrivals {
         self.last = now;
         self.report.arrived += 1;
         // The receiver may be gone.
-        let _ = self.told.send(());
+        let _ = self.notices.send(());
     }
 }
 
-/// A client at work in a thread, until its connection breaks or it is told to end. `R` is its result.
+/// A client at work in a thread, until its connection breaks or it is asked to end. `R` is its result.
 #[derive(Debug)]
 pub struct Session<R> {
     stop: Arc<AtomicBool>,
@@ -78,13 +78,13 @@ pub struct Session<R> {
 }
 
 impl<R: Default + Send + 'static> Session<R> {
-    /// Starts a client, which returns when it is told to end, or with an error.
+    /// Starts a client, which returns when it is asked to end, or with an error.
     pub(super) fn start(
         work: impl FnOnce(&mut Arrivals, &mut R) -> io::Result<()> + Send + 'static,
     ) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
-        let (told, arrivals) = mpsc::channel();
-        let mut record = Arrivals::new(Arc::clone(&stop), told);
+        let (notices, arrivals) = mpsc::channel();
+        let mut record = Arrivals::new(Arc::clone(&stop), notices);
         let work = move || {
             let mut result = R::default();
             record.report.error = work(&mut record, &mut result).err().map(|error| error.to_string());
@@ -131,9 +131,9 @@ mod tests {
 
     #[test]
     fn the_longest_gap_is_found() {
-        let (told, arrivals) = mpsc::channel();
+        let (notices, arrivals) = mpsc::channel();
         let ms = Duration::from_millis;
-        let mut record = Arrivals::new(Arc::default(), told);
+        let mut record = Arrivals::new(Arc::default(), notices);
         let start = record.start;
         for at in [10, 30, 530, 540, 900] {
             record.record_at(start + ms(at));

@@ -119,7 +119,7 @@ fn send(socket: &UdpSocket, sent: &AtomicU64, is_over: &AtomicBool) {
     }
 }
 
-/// Receives answers until one has arrived to a datagram that was sent after the client was told to end.
+/// Receives answers until one has arrived to a datagram that was sent after the client was asked to end.
 fn receive(
     record: &mut Arrivals,
     counted: &mut Counted,

@@ -72,7 +72,7 @@ fn set_address(rack: &Rack) {
     );
 }
 
-/// Returns the checksum of all of the disk, as the guest reads it. The disk is not open meanwhile, so it is read anew.
+/// Returns the checksum of all of the disk, as the guest reads it. No program has it open before, so it is read from the device.
 fn sum_in_guest(rack: &Rack) -> String {
     first_word(&run_in_guest(rack, "busybox md5sum </dev/vda\n"))
 }

@@ -38,11 +38,11 @@ struct Case {
 /// The moment of a power failure. It comes at the end of the migration at the latest.
 #[derive(Debug)]
 enum Moment {
-    /// Once so many bytes are sent.
+    /// Number of bytes that are sent.
     Sent(u64),
-    /// So long after the guest was stopped.
+    /// Time since the guest was stopped.
     Stopped(Duration),
-    /// So long after its devices were about to be saved: in the handover.
+    /// Time since its devices were about to be saved: in the handover.
     Saved(Duration),
 }
 
@@ -260,6 +260,7 @@ fn wait_for_moment(rack: &Rack, migration: &mut Child, moment: &Moment) {
         has_come(&last["progress"]) || migration.try_wait().unwrap().is_some()
     };
     wait(|| "the moment comes".to_owned(), is_now);
+    // The moment is what the seed has drawn; there is no event to wait for.
     if let Moment::Stopped(pause) | Moment::Saved(pause) = moment {
         thread::sleep(*pause);
     }

@@ -46,7 +46,7 @@ pub struct RedirectionOffer {
     /// Owner of the addresses that it is to have.
     #[serde(default)]
     pub addressing: NewAddressMode,
-    /// That host's end of a tunnel.
+    /// End of a tunnel at that host.
     pub end: OfferedEnd,
     /// Redirection of the guest that is active there.
     pub former: Option<Redirection>,

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{Read as _, Write as _};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
@@ -13,7 +13,6 @@ use lab::lab::VM_BRIDGE;
 use lab::{DEADLINE, Host, Lab, LabConfig, until};
 use net::Mac;
 use net::conntrack::{self, ConntrackEntry};
-use net::ethernet::{Frame, IPV4, IPV6, compose};
 use net::netlink::Socket;
 use net::redirection::keeper::RedirectionError;
 use net::redirection::kernel_names::KernelNames;
@@ -73,7 +72,7 @@ impl Family {
         self.address(Self::network(side), 2, 2)
     }
 
-    fn client(self) -> IpAddr {
+    pub(crate) fn client(self) -> IpAddr {
         self.address(93, 1, 1)
     }
 
@@ -98,46 +97,6 @@ impl Ends {
         };
         one_way(&self.0, &self.1, 1);
         one_way(&self.1, &self.0, 2);
-    }
-}
-
-/// Sockets of the client and of the guest for datagrams: that of the client gets those of the guest's old address alone.
-pub(crate) struct Datagrams {
-    client: UdpSocket,
-    guest: UdpSocket,
-}
-
-impl Datagrams {
-    /// Sends a datagram to the guest, which answers.
-    pub(crate) fn exchange(&self) {
-        self.client.send(b"question").unwrap();
-        let (bytes, _) = self.guest.recv_from(&mut [0; 16]).unwrap();
-        assert_eq!(bytes, 8);
-        self.answer();
-    }
-
-    /// Sends a datagram of the guest.
-    pub(crate) fn answer(&self) {
-        self.guest.send_to(b"answer", self.client.local_addr().unwrap()).unwrap();
-        assert_eq!(self.client.recv(&mut [0; 16]).unwrap(), 6);
-    }
-
-    /// Returns the frame of a datagram of the client.
-    pub(crate) fn frame(&self) -> Vec<u8> {
-        let (from, to) = (self.client.local_addr().unwrap(), self.client.peer_addr().unwrap());
-        let ports = [from.port(), to.port(), 8, 0].map(u16::to_be_bytes).concat();
-        let (kind, packet) = match (from.ip(), to.ip()) {
-            (IpAddr::V4(from), IpAddr::V4(to)) => {
-                let header = [0x45, 0, 0, 28, 0, 0, 0, 0, 64, 17, 0, 0];
-                (IPV4, [&header[..], &from.octets(), &to.octets(), &ports].concat())
-            }
-            (IpAddr::V6(from), IpAddr::V6(to)) => {
-                let header = [0x60, 0, 0, 0, 0, 8, 17, 64];
-                (IPV6, [&header[..], &from.octets(), &to.octets(), &ports].concat())
-            }
-            ends => panic!("{ends:?}"),
-        };
-        compose(CARD, Mac([2; 6]), None, kind, &packet)
     }
 }
 
@@ -251,6 +210,10 @@ impl Network {
 
     fn join(&self, side: usize, tap: &str) {
         self.host(side).run(&["ip", "link", "set", "dev", tap, "master", VM_BRIDGE, "up"]).unwrap();
+    }
+
+    pub(crate) fn client(&self) -> &Host {
+        &self.lab.client
     }
 
     pub(crate) fn guest(&self) -> &Host {
@@ -426,26 +389,6 @@ impl Network {
     pub(crate) fn connect_by(&self, address: IpAddr) -> Ends {
         let any = if address.is_ipv4() { "0.0.0.0" } else { "::" };
         Self::connection(&self.lab.client, self.guest(), any.parse().unwrap(), address).0
-    }
-
-    /// Returns sockets for datagrams to the guest's old address.
-    pub(crate) fn datagrams(&self, family: Family) -> Datagrams {
-        let guest = self.guest().within(|| UdpSocket::bind((family.guest(OLD), 0)).unwrap()).unwrap();
-        let client = self.lab.client.within(|| UdpSocket::bind((family.client(), 0)).unwrap()).unwrap();
-        client.connect(guest.local_addr().unwrap()).unwrap();
-        for socket in [&client, &guest] {
-            socket.set_read_timeout(Some(DEADLINE)).unwrap();
-        }
-        Datagrams { client, guest }
-    }
-
-    /// Installs the entry of a datagram that was held at the old host, as the new host does.
-    pub(crate) fn install_held(&self, redirection: &Redirection, frame: &[u8]) {
-        let entry = ConntrackEntry::of_datagram(&Frame::parse(frame, None).unwrap()).unwrap();
-        let entry = entry.with_mark(redirection.home().unwrap().mark);
-        let install = || conntrack::install(&Socket::netfilter().unwrap(), &[entry]).unwrap();
-        let refused = self.host(NEW).within(install).unwrap();
-        assert!(refused.is_empty(), "{refused:?}");
     }
 
     /// Connects the guest with the client; returns the address by which the client knows it.

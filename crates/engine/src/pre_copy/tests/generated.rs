@@ -127,7 +127,7 @@ proptest! {
         for (index, (observed, decision)) in seen.iter().zip(&decisions).enumerate() {
             let goes_on = matches!(decision, Decision::NextRound { .. });
             let is_late = matches!(decision, Decision::GiveUp { .. }) && observed.elapsed_ns > max_total_ns;
-            prop_assert!(goes_on || index > 0 || is_late, "{decision:?} before all of memory went");
+            prop_assert!(goes_on || index > 0 || is_late, "{decision:?} before all of memory was sent");
             // Remaining pages of disks are sent before post-copy starts.
             let is_of_disks = matches!(decision, Decision::NextRound { must_precopy_only: true, .. });
             let is_late = index > 0 && !is_of_disks && observed.elapsed_ns > max_total_ns;

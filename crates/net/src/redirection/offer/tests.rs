@@ -274,7 +274,7 @@ fn a_guest_that_moves_on_is_reached_by_way_of_all_hosts() {
     assert!(refuses(|other| other.legs[0].attachment.lan.bridge = None));
     assert!(refuses(|other| other.legs[0].number += 1));
     assert!(refuses(|other| other.legs[1] = other.legs[0].clone()), "the same host twice");
-    // On a path that nobody trusts each tunnel has a port of its own.
+    // On an untrusted path each tunnel has a port of its own.
     let mut untrusted = offer;
     for end in untrusted.earlier.values_mut().chain([&mut untrusted.end]) {
         end.is_trusted = false;

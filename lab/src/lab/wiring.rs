@@ -3,6 +3,8 @@
 use std::fs;
 use std::net::Ipv4Addr;
 
+use serde_json::Value;
+
 use super::{
     CLIENT, CLIENT_GATEWAY, CONTROL, CONTROL_LINK, CUTS, Lab, Link, MIGRATION, MIGRATION_LINK, VM_BRIDGE,
     VM_GATEWAY,
@@ -96,7 +98,13 @@ fn address(host: &Host, address: Ipv4Addr, device: &str) -> Result<()> {
 
 fn bridge(host: &Host, device: &str) -> Result<()> {
     host.run(&["ip", "link", "add", "name", device, "type", "bridge", "forward_delay", "0"])?;
-    host.run(&["ip", "link", "set", "dev", device, "up"]).map(drop)
+    let shown: Value = serde_json::from_str(&host.run(&["ip", "-j", "link", "show", "dev", device])?)
+        .map_err(std::io::Error::from)
+        .context(|| "cannot read what ip prints")?;
+    let own = shown[0]["address"].as_str().unwrap_or_default();
+    // An address that was set stays. Otherwise it is the lowest one of the ports, and changes when a tap comes or goes:
+    // neighbours would send to the former one for a while.
+    host.run(&["ip", "link", "set", "dev", device, "address", own, "up"]).map(drop)
 }
 
 /// Turns IPv6 off: the laboratory does not use it, and its devices would send by themselves, where tests count packets.

@@ -195,8 +195,9 @@ pub(super) fn of_an_arriving_vm(environment: &ArrivalEnvironment) -> ArrivingPar
         vec![
             Box::new(memory::ArrivingMemory::new(environment)),
             Box::new(disks::ArrivingDisks::new(environment)),
-            Box::new(redirection::ArrivingRedirection::new(environment)),
+            // It announces the guest first: frames for a guest that returns would find no way while its redirection ends.
             Box::new(network::ArrivingNetwork::new(environment)),
+            Box::new(redirection::ArrivingRedirection::new(environment)),
         ],
     )
 }

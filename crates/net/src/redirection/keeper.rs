@@ -120,8 +120,8 @@ impl RedirectionKeeper {
         made.map(|()| record)
     }
 
-    /// Makes what takes packets, in place of former redirections of the same card. Nothing is written: until
-    /// [`confirm`](Self::confirm) it can be undone. Can be repeated.
+    /// Makes what takes packets, in place of former redirections of the same card, of which idle devices remain. Nothing
+    /// is written: until [`confirm`](Self::confirm) it can be undone. Can be repeated.
     ///
     /// # Errors
     /// If something of a former one remains, or something of this one could not be made. All else is there then, and the
@@ -371,12 +371,16 @@ impl RedirectionKeeper {
         result
     }
 
-    /// Removes what a former redirection has, but for what the next one needs, and for sysctls that are not ours alone: these
-    /// are restored when it ends.
+    /// Removes what takes packets of a former redirection, but for what the next one needs. Sysctls that are not ours alone
+    /// are restored when it ends; its devices end then, too, because a device takes tens of milliseconds to go, during
+    /// which the guest would wait.
     fn remove_former(&self, former: &RedirectionRecord, next: &HostPlan) -> Result<(), RedirectionError> {
         let mut result = Ok(());
         let objects = former.plan.objects().rev();
-        for object in objects.filter(|object| !object.is_shared_sysctl() && !has(next, object)) {
+        let stays = |object: &&KernelObject| {
+            object.is_shared_sysctl() || matches!(object, KernelObject::Device(_)) || has(next, object)
+        };
+        for object in objects.filter(|object| !stays(object)) {
             let removed = self.kernel.remove(object);
             result = result.and(
                 removed.map_err(|source| RedirectionError::Kernel { object: object.to_string(), source }),

@@ -261,17 +261,23 @@ mod tests {
     #[test]
     fn an_agent_confirms_what_one_before_it_has_switched() {
         let [first, back] = there_and_back();
-        let world = world(&first);
-        let mut participant = arriving(&world, Some(&back));
-        participant.make_ends();
-        participant.before_cont();
-        let switched = world.kernel.shown();
+        let switched = || {
+            let world = world(&first);
+            let mut participant = arriving(&world, Some(&back));
+            participant.make_ends();
+            participant.before_cont();
+            (world, participant)
+        };
+        let (by_one_agent, mut participant) = switched();
+        participant.confirm();
+        let expected = by_one_agent.kernel.shown();
+        let (world, _) = switched();
         let mut next = arriving(&world, None);
         next.finish(None);
         assert_eq!(stages(&world), [("web#2".to_owned(), RecordStage::Active)]);
-        assert_eq!(world.kernel.shown(), switched);
+        assert_eq!(world.kernel.shown(), expected);
         next.finish(None);
-        assert_eq!(world.kernel.shown(), switched);
+        assert_eq!(world.kernel.shown(), expected);
     }
 
     #[test]

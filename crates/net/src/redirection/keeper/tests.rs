@@ -280,11 +280,19 @@ fn an_abort_after_the_switch_reinstates_the_former_redirection() {
         let before = home.kernel.shown();
         assert!(!before.is_empty());
         home.switch(&back());
-        assert!(!home.kernel.has("web#3") && home.kernel.has("web#4"), "{:#?}", home.kernel.shown());
+        assert!(!home.kernel.has("table whimbrel-web#3"), "{:#?}", home.kernel.shown());
+        assert!(home.kernel.has("table whimbrel-web#4"), "{:#?}", home.kernel.shown());
+        let [policies_before, policies] = [&before, &home.kernel.shown()].map(|shown| {
+            shown.iter().filter(|object| object.contains("policy rule")).cloned().collect::<Vec<_>>()
+        });
+        assert!(
+            policies.iter().all(|rule| !policies_before.contains(rule)),
+            "no packet takes the former way"
+        );
         if is_restarted {
             home.restart();
             home.keeper.resume().unwrap();
-            assert!(!home.kernel.has("web#3"), "the migration decides");
+            assert!(!home.kernel.has("table whimbrel-web#3"), "the migration decides");
         }
         home.keeper.remove(&home.record("web#4")).unwrap();
         assert_eq!(home.kernel.shown(), before, "{is_restarted}");
@@ -328,9 +336,11 @@ fn a_confirmed_move_back_leaves_nothing_of_the_former_one() {
     home.redirect(&first());
     let mut next = home.switch(&back());
     assert_eq!(home.migrations().len(), 2, "the former one can be made again");
+    assert!(home.kernel.has("device whimbrel1003011"), "devices go later: the guest would wait for that");
     home.keeper.confirm(&mut next).unwrap();
     assert_eq!(home.migrations(), [("web#4".to_owned(), RecordStage::Active)]);
     assert!(!home.kernel.has("web#3"));
+    assert!(!home.kernel.has("device whimbrel1003011"));
     home.keeper.remove(&next).unwrap();
     assert_eq!(home.kernel.shown(), Vec::<String>::new());
 }
@@ -340,7 +350,7 @@ fn a_former_redirection_that_stays_does_not_hinder_the_next() {
     let home = Host::new("host1");
     home.redirect(&first());
     let mut next = home.keeper.prepare(&back()).unwrap();
-    home.kernel.keep("device whimbrel1003011");
+    home.kernel.keep("table whimbrel-web#3");
     home.keeper.switch(&mut next).unwrap_err();
     assert!(!next.is_incomplete, "all of the next one is there");
     assert!(home.kernel.has("table whimbrel-web#4"), "{:#?}", home.kernel.shown());
@@ -350,7 +360,7 @@ fn a_former_redirection_that_stays_does_not_hinder_the_next() {
     home.kernel.mend();
     home.keeper.remove(&home.record("web#3")).unwrap();
     assert_eq!(home.migrations(), expected[..1]);
-    assert!(home.kernel.has("table whimbrel-web#4") && !home.kernel.has("device whimbrel1003011"));
+    assert!(home.kernel.has("table whimbrel-web#4") && !home.kernel.has("table whimbrel-web#3"));
 }
 
 #[test]

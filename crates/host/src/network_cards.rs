@@ -80,11 +80,13 @@ pub fn interfaces<'a>(
 }
 
 /// Repeats an announcement, in a thread, for as long as the guest is here: a QEMU that is held or has ended has passed
-/// it on.
+/// it on. The thread ends with QEMU: the next one could not have a tap that is still in use.
 pub fn repeat_announcement(announcer: Announcer, process: Process) -> io::Result<()> {
     let repeat = move || {
         for pause in announcement::PAUSES {
-            thread::sleep(pause);
+            if !matches!(process.wait_exit(Some(pause)), Ok(false)) {
+                return;
+            }
             if process.status().is_ok_and(|status| !matches!(status.state, 'T' | 'Z' | 'X')) {
                 announcer.announce();
             }

@@ -50,6 +50,7 @@ mod environment;
 mod error;
 mod follow;
 mod guest;
+pub mod guest_shell;
 mod host;
 mod http;
 pub mod lab;

@@ -3,13 +3,14 @@
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 
+use lab::guest_shell::with_shell;
 use lab::rack::{Rack, RackHost, RackSerial};
 use lab::{Boot, GuestSpec, Monitor, until};
 use serde_json::json;
 
 use crate::support::{
     VM, assert_moved, assert_whole, begin, blockers, guest_at, kvm_guest, move_guest, qemus, rack,
-    run_in_guest, two, wait_for_sent, wait_settled, with_shell,
+    run_in_guest, two, wait_for_sent, wait_settled,
 };
 use crate::tried::Trial;
 

@@ -3,6 +3,7 @@
 use std::net::Ipv4Addr;
 use std::process::Child;
 
+use lab::guest_shell::with_shell;
 use lab::rack::{Rack, RackHost};
 use lab::{GuestSpec, Monitor, until};
 use serde_json::{Value, json};
@@ -11,7 +12,7 @@ use crate::echo::Echo;
 use crate::storage::disk_at;
 use crate::support::{
     VM, assert_whole, begin, guest_at, kvm_guest, move_guest, qemus, rack, run_in_guest, two, vhost_threads,
-    wait_for_sent, wait_settled, with_shell,
+    wait_for_sent, wait_settled,
 };
 use crate::tried::Trial;
 

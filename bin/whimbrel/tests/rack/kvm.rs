@@ -2,12 +2,13 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
+use lab::guest_shell::with_shell;
 use lab::rack::{Rack, RackHost, RackSerial};
 use lab::{Boot, GuestSpec, Load, Ram, until, vm_address};
 
 use crate::echo::Echo;
 use crate::support::{
-    VM, assert_whole, begin, kvm_guest, move_guest, qemus, rack, run_in_guest, two, wait_for_sent, with_shell,
+    VM, assert_whole, begin, kvm_guest, move_guest, qemus, rack, run_in_guest, two, wait_for_sent,
 };
 use crate::tried::Trial;
 

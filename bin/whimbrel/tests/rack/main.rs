@@ -9,7 +9,6 @@ mod confined;
 #[path = "../common/draw.rs"]
 mod draw;
 mod echo;
-mod firmware;
 mod guest_events;
 mod hotplug;
 mod kvm;

@@ -1,19 +1,15 @@
 //! Common parts of the tests on a rack.
 
-use std::io::{Read, Write};
-use std::net::{Shutdown, TcpStream};
 use std::path::Path;
 use std::process::{Child, Stdio};
 
 use lab::rack::{HostSpec, Rack, RackHost, RackSerial, Tools};
-use lab::{Accel, Boot, DEADLINE, Device, Environment, GuestSpec, Load, Net, not_tried, until, vm_address};
+use lab::{Accel, Device, Environment, GuestSpec, Load, Net, not_tried, until, vm_address};
 use serde_json::Value;
 use toml::{Table, toml};
 
 /// The guest of most tests.
 pub(crate) const VM: &str = "vm1";
-/// The port of the shell in a guest of [`with_shell`].
-const SHELL: u16 = 9;
 
 /// Starts hosts with agents. `None` where this machine cannot have a rack.
 pub(crate) fn rack(specs: &[HostSpec]) -> Option<Rack> {
@@ -72,27 +68,10 @@ pub(crate) fn kvm_guest() -> GuestSpec {
     GuestSpec { accel: Accel::Kvm, devices, ..GuestSpec::tiny(VM, load) }
 }
 
-/// Gives the guest a shell, for [`run_in_guest`].
-pub(crate) fn with_shell(mut guest: GuestSpec) -> GuestSpec {
-    if let Boot::Tiny(load) = &mut guest.boot {
-        load.kernel = format!("{} guest.shell={SHELL}", load.kernel);
-    }
-    guest
-}
-
-/// Runs a script of busybox's shell in the guest, and returns its output. The shell comes up before the load.
+/// Runs a script of busybox's shell in the guest, and returns its output.
 #[track_caller]
 pub(crate) fn run_in_guest(rack: &Rack, script: &str) -> String {
-    let run = || -> std::io::Result<String> {
-        let mut connection = TcpStream::connect_timeout(&(vm_address(1), SHELL).into(), DEADLINE)?;
-        connection.set_read_timeout(Some(DEADLINE))?;
-        connection.write_all(script.as_bytes())?;
-        connection.shutdown(Shutdown::Write)?;
-        let mut output = String::new();
-        connection.read_to_string(&mut output)?;
-        Ok(output)
-    };
-    rack.switch.within(run).unwrap().unwrap()
+    lab::guest_shell::run_in_guest(&rack.switch, vm_address(1), script).unwrap()
 }
 
 /// Migrates the guest with `--verify`, and returns the report. Nothing may differ, all of it must have been compared,

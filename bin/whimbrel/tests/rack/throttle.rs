@@ -1,6 +1,9 @@
 //! Processors that are slowed down below systemd, which has all control groups in one tree of version 2.
 
-use lab::rack::RackHost;
+use std::cell::RefCell;
+use std::process::Child;
+
+use lab::rack::{Rack, RackHost};
 use lab::{Boot, GuestSpec, until};
 
 use crate::support::{VM, assert_moved, assert_whole, begin, kvm_guest, rack, two, wait_settled};
@@ -22,8 +25,15 @@ fn limits(host: &RackHost) -> Vec<String> {
     host.shell(show).unwrap().lines().map(str::to_owned).collect()
 }
 
-fn wait_until_slow(host: &RackHost) {
-    until("the guest is slowed down", || limits(host).iter().any(|limit| !limit.starts_with("max")));
+/// Waits until the guest of a migration that has just begun is slowed down.
+fn wait_until_slow(rack: &Rack, host: &RackHost, migration: &mut Child) {
+    let migration = RefCell::new(migration);
+    until("the guest is slowed down", || {
+        if migration.borrow_mut().try_wait().unwrap().is_some() {
+            panic!("the migration has ended before: {:#}", rack.whimbrel(host, &["report", VM]).json());
+        }
+        limits(host).iter().any(|limit| !limit.starts_with("max"))
+    });
 }
 
 const SLOWLY: [&str; 8] =
@@ -39,8 +49,8 @@ fn processors_are_slowed_down_below_systemd() {
     let (alpha, beta) = (&rack.hosts[0], &rack.hosts[1]);
     let _serial = rack.start_guest(alpha, &fast_guest()).unwrap();
     alpha.run(&["systemctl", "set-property", "--runtime", "vm-vm1.service", "CPUWeight=100"]).unwrap();
-    let migration = begin(alpha, beta, &SLOWLY);
-    wait_until_slow(alpha);
+    let mut migration = begin(alpha, beta, &SLOWLY);
+    wait_until_slow(&rack, alpha, &mut migration);
     let output = migration.wait_with_output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let report = rack.whimbrel(alpha, &["report", VM]).ok().json();
@@ -50,8 +60,8 @@ fn processors_are_slowed_down_below_systemd() {
     assert_eq!(limits(alpha), [""; 0]);
     assert_whole(&rack, beta);
 
-    let migration = begin(beta, alpha, &SLOWLY);
-    wait_until_slow(beta);
+    let mut migration = begin(beta, alpha, &SLOWLY);
+    wait_until_slow(&rack, beta, &mut migration);
     rack.whimbrel(beta, &["cancel", VM]).ok();
     let output = migration.wait_with_output().unwrap();
     assert!(!output.status.success(), "{output:?}");

@@ -21,12 +21,6 @@ impl Trial {
         self
     }
 
-    /// Sets the guest's network.
-    pub(crate) fn network(self, network: &str) -> Self {
-        network.clone_into(&mut self.0.borrow_mut().network);
-        self
-    }
-
     /// Sets what was measured or seen beside the result.
     pub(crate) fn notes(&self, notes: &str) {
         notes.clone_into(&mut self.0.borrow_mut().notes);

@@ -2,6 +2,7 @@
 //! that it migrates.
 
 use std::path::Path;
+use std::thread;
 
 use serde_json::Value;
 use toml::{Table, toml};
@@ -44,14 +45,21 @@ impl Rack {
     /// name [`WITNESS`] keeps the ownership registry.
     pub fn install_agents(&self, more: &Table) -> Result<()> {
         let pki = Pki::new(&self.switch.directory().join("pki"))?;
-        for host in &self.hosts {
-            let identity = pki.issue(host.name(), &[host.address().into()])?;
-            install(host, &identity, &self.configuration(host, more))?;
-            // Guests' kernels have the same paths as here.
-            let cache = self.environment().cache().display().to_string();
-            host.shell(&format!("mkdir -p \"$(dirname '{cache}')\" && ln -sfn {MOUNTED} '{cache}'"))?;
-        }
-        Ok(())
+        let identity = |host: &RackHost| pki.issue(host.name(), &[host.address().into()]);
+        let identities = self.hosts.iter().map(identity).collect::<Result<Vec<_>>>()?;
+        // Guests' kernels have the same paths as here.
+        let cache = self.environment().cache().display().to_string();
+        let install = &|host: &RackHost, identity: &Identity| {
+            install(host, identity, &self.configuration(host, more))?;
+            host.shell(&format!("mkdir -p \"$(dirname '{cache}')\" && ln -sfn {MOUNTED} '{cache}'")).map(drop)
+        };
+        thread::scope(|scope| {
+            let hosts = self.hosts.iter().zip(&identities);
+            let installs: Vec<_> =
+                hosts.map(|(host, identity)| scope.spawn(move || install(host, identity))).collect();
+            let mut ends = installs.into_iter().map(thread::ScopedJoinHandle::join);
+            ends.try_for_each(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })
     }
 
     /// Replaces tables of a host's configuration by those of `more`, beside the usual ones, and starts its agent anew.

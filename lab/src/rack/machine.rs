@@ -64,7 +64,7 @@ impl HostSpec {
             name: name.to_owned(),
             kernel: Kernel::default(),
             qemu: GuestQemu::default(),
-            vcpus: 2,
+            vcpus: 1,
             memory_mib: 1536,
             durable: false,
         }

@@ -35,6 +35,7 @@ pub use matrix::{
     CommonCpuModel, NextCpuModel, PlacementMatrix, PlacementMatrixCell, PlacementMatrixRow, matrix,
 };
 pub use obstacle::Obstacle;
+pub(crate) use obstacle::link_bytes_per_s;
 pub use plan::{DeadlineOutlook, MoveReason, PlacementPlan, PlannedMove, StayReason, StayingVm};
 pub use refusal::Refusal;
 pub use request::{Hysteresis, MoveLimits, Placement, PlanGoal, PlanRequest};

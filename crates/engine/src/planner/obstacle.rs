@@ -237,7 +237,7 @@ pub(super) fn surroundings_obstacles(vm: &VmSpec, to: &HostSpec) -> Vec<Obstacle
 }
 
 /// Returns the rate of the fastest network for migrations that two hosts have in common.
-pub(super) fn link_bytes_per_s(one: &HostSpec, other: &HostSpec) -> Option<u64> {
+pub(crate) fn link_bytes_per_s(one: &HostSpec, other: &HostSpec) -> Option<u64> {
     let common = one.links.iter().flat_map(|link| {
         let same = other.links.iter().filter(|there| there.network == link.network);
         same.map(|there| there.bytes_per_s.min(link.bytes_per_s))

@@ -9,15 +9,20 @@
 //! known, [`Calibration`] corrects the forecast and replaces the interval by the one in which eight of ten of them lay.
 //!
 //! - [`facts`]: what has to be measured.
-//! - [`writes`]: the working set curve.
+//! - [`writes`]: the working set curve, and [`tracking`], by which it is measured.
+//! - [`history`]: what earlier migrations have shown.
+//! - [`RestForecaster`]: the rest of a migration that is under way.
 //! - [`calibration`]: forecasts beside outcomes.
 
 mod alternatives;
 pub mod calibration;
 pub mod facts;
+pub mod history;
 mod pages;
+mod rest;
 mod simulation;
 mod slowdown;
+pub mod tracking;
 pub mod writes;
 
 use serde::{Deserialize, Serialize};
@@ -26,8 +31,9 @@ use crate::pre_copy::{AnyPolicy, PreCopyGoals, RoundObservation};
 use facts::MigrationFacts;
 use simulation::{SimulatedOutcome, Simulation};
 
-pub use alternatives::{Alternative, ForecastWithAlternatives, compare};
+pub use alternatives::{Alternative, ForecastWithAlternatives, ShownDuration, compare};
 pub use calibration::Calibration;
+pub use rest::RestForecaster;
 pub use simulation::MigrationEnd;
 
 /// Expected value, and the interval in which eight of ten outcomes are expected to lie.

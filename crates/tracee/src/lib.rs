@@ -9,6 +9,7 @@
 //! | [`Kernel`] | checks that this kernel has the needed features |
 //! | [`Injector`] | makes the process run single system calls (ptrace, from a small process of its own) |
 //! | [`WriteTracker`] | returns the pages that were written since the last call (userfaultfd, `PAGEMAP_SCAN`) |
+//! | [`WriteMeter`] | counts the pages that were written since it was started, for a measurement |
 //! | [`PageFaultHandler`] | makes threads wait for missing pages, and places the pages |
 //! | [`CpuLimit`] | limits the processor time of some of its threads (control groups) |
 //! | [`maps`], [`Pagemap`] | memory map, and which pages exist |
@@ -55,5 +56,5 @@ pub use ram_file::{FileRange, RamFile, RamFileError, RamFileKind};
 pub use range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
 pub use remote::{RemoteError, RemoteMemory};
 pub use tap::Tap;
-pub use tracker::{TrackError, TrackerStart, WriteTracker};
+pub use tracker::{TrackError, TrackerStart, WriteMeter, WriteTracker, WrittenMemory, write_fault_cost};
 pub use unsent::unsent_bytes;

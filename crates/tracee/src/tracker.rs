@@ -34,9 +34,11 @@ use crate::pagemap::{PageEntry, Pagemap};
 use crate::range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
 use crate::{Process, ProcessError, RamFileError, RemoteMemory};
 
+mod meter;
 mod start;
 mod walkers;
 
+pub use meter::{WriteMeter, WrittenMemory, write_fault_cost};
 use start::RemainingSteps;
 pub use start::TrackerStart;
 use walkers::Walkers;
@@ -148,17 +150,11 @@ impl WriteTracker {
         ranges: &[AddressRange],
     ) -> Result<TrackerStart, TrackError> {
         let pagemap = Pagemap::open(process)?;
-        let range = ranges.first().copied().unwrap_or_default();
-        abi::uffd_api(&uffd, abi::TRACKING_FEATURES).map_err(|source| TrackError::Io {
-            action: "use a userfaultfd for",
-            range,
-            source,
-        })?;
+        let registered = Registration::begin(uffd, ranges)?;
         let mut found = Vec::new();
         for &range in ranges {
             found.extend(areas(process, range)?);
         }
-        let registered = Registration { uffd, areas: Vec::new() };
         let memory = RemoteMemory::new(process)?;
         let walkers = Walkers::default();
         let tracker = Self { registered, pagemap, walkers, memory, process: process.try_clone()? };
@@ -349,7 +345,22 @@ impl Drop for Registration {
 }
 
 impl Registration {
+    /// Initialises a userfaultfd, with which these ranges are to be registered.
+    fn begin(uffd: OwnedFd, ranges: &[AddressRange]) -> Result<Self, TrackError> {
+        let range = ranges.first().copied().unwrap_or_default();
+        let api = abi::uffd_api(&uffd, abi::TRACKING_FEATURES);
+        api.map_err(|source| TrackError::Io { action: "use a userfaultfd for", range, source })?;
+        Ok(Self { uffd, areas: Vec::new() })
+    }
+
+    /// Registers an area, and protects all of it, also pages that are missing.
     fn add(&mut self, area: Area) -> Result<(), TrackError> {
+        let range = area.range;
+        self.register(area)?;
+        self.protect(range)
+    }
+
+    fn register(&mut self, area: Area) -> Result<(), TrackError> {
         let range = area.range;
         abi::uffd_register_wp(&self.uffd, range.start, range.len()).map_err(|source| {
             match source.raw_os_error() {
@@ -359,6 +370,11 @@ impl Registration {
             }
         })?;
         self.areas.push(area);
+        Ok(())
+    }
+
+    /// Protects a range that is registered, also pages that are missing.
+    fn protect(&self, range: AddressRange) -> Result<(), TrackError> {
         loop {
             match abi::uffd_write_protect(&self.uffd, range.start, range.len()) {
                 // The process is changing its memory map at this moment.

@@ -7,7 +7,9 @@ mod common;
 use std::process::Command;
 
 use common::{Victim, injector};
-use whimbrel_tracee::{AddressRange, PAGE_SIZE, ProcessError, TrackError, WriteTracker};
+use whimbrel_tracee::{
+    AddressRange, PAGE_SIZE, ProcessError, TrackError, WriteMeter, WriteTracker, WrittenMemory,
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -108,6 +110,81 @@ fn a_process_that_has_ended_is_not_taken_for_a_clean_one() {
     let error = tracker.take_dirty(range, &mut Vec::new()).unwrap_err();
     assert!(matches!(error, TrackError::Process(ProcessError::Gone { .. })), "{error:?}");
     tracker.stop().unwrap();
+}
+
+#[test]
+fn a_meter_counts_writes_and_leaves_the_process_as_it_was() {
+    for (kind, page) in [("anonymous", PAGE_SIZE), ("memfd", PAGE_SIZE), ("private-file", PAGE_SIZE)] {
+        let mut victim = Victim::start(&["mode-memory"]);
+        let range = victim.map(kind, 4 * MIB);
+        // The first write to memory that is missing may bring a huge page.
+        victim.ask("write 0 4194304 7");
+        let start = |victim: &Victim| {
+            let uffd = injector().create_userfaultfd(&victim.process).unwrap();
+            WriteMeter::start(&victim.process, uffd, &[range])
+        };
+        let mut meter = start(&victim).unwrap();
+        assert!(victim.is_registered());
+        assert!(matches!(start(&victim), Err(TrackError::Taken { .. })), "not beside another one");
+        victim.ask("write 0 8192 1");
+        victim.ask("write 4096 8192 2");
+        victim.ask("read 65536 65536");
+        let written = WrittenMemory { bytes: 3 * page, faults: 3 };
+        assert_eq!(meter.count().unwrap(), written, "{kind}");
+        assert_eq!(meter.count().unwrap(), written, "{kind}: counting changes nothing");
+        drop(meter);
+        assert!(!victim.is_registered());
+        assert_eq!(victim.userfaultfds(), 0);
+        victim.ask("write 0 4194304 1");
+        victim.assert_well();
+    }
+}
+
+#[test]
+fn missing_memory_needs_no_page_tables_for_a_meter() {
+    let page_tables_kib = |victim: &Victim| {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", victim.process.pid())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
+    };
+    let mut victim = Victim::start(&["mode-memory"]);
+    let range = victim.map("anonymous", 256 * MIB);
+    let uffd = injector().create_userfaultfd(&victim.process).unwrap();
+    let before = page_tables_kib(&victim);
+    let mut meter = WriteMeter::start(&victim.process, uffd, &[range]).unwrap();
+    // The whole memory would need 512 KiB.
+    assert!(page_tables_kib(&victim) < before + 128, "{before} before");
+    assert_eq!(meter.count().unwrap(), WrittenMemory::default());
+    victim.ask("write 0 4096 1");
+    assert!(meter.count().unwrap().bytes >= PAGE_SIZE, "a new page counts as written");
+    drop(meter);
+    victim.assert_well();
+}
+
+#[test]
+fn a_meter_that_is_interrupted_does_not_start() {
+    let mut victim = Victim::start(&["mode-memory"]);
+    let range = victim.map("anonymous", MIB);
+    let uffd = injector().create_userfaultfd(&victim.process).unwrap();
+    assert!(WriteMeter::start_unless(&victim.process, uffd, &[range], || true).unwrap().is_none());
+    assert!(!victim.is_registered());
+    assert_eq!(victim.userfaultfds(), 0);
+    let uffd = injector().create_userfaultfd(&victim.process).unwrap();
+    assert!(WriteMeter::start_unless(&victim.process, uffd, &[range], || false).unwrap().is_some());
+    victim.assert_well();
+}
+
+#[test]
+fn a_meter_of_an_ended_process_counts_nothing() {
+    let mut victim = Victim::start(&["mode-memory"]);
+    let range = victim.map("anonymous", MIB);
+    let uffd = injector().create_userfaultfd(&victim.process).unwrap();
+    let mut meter = WriteMeter::start(&victim.process, uffd, &[range]).unwrap();
+    victim.child.kill().unwrap();
+    victim.process.wait_exit(None).unwrap();
+    let error = meter.count().unwrap_err();
+    assert!(matches!(error, TrackError::Process(ProcessError::Gone { .. })), "{error:?}");
+    meter.stop().unwrap();
 }
 
 #[test]

@@ -71,8 +71,9 @@ pub fn compare(
     }
 }
 
-/// A duration in a unit in which it has two or three digits.
-struct ShownDuration(u64);
+/// A duration in nanoseconds, shown in a unit in which it has two or three digits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShownDuration(pub u64);
 
 impl fmt::Display for ShownDuration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

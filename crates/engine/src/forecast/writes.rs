@@ -82,6 +82,22 @@ impl WorkingSetCurve {
         self.points.first().map_or(0, |point| u64::try_from(rate(point)).unwrap_or(u64::MAX))
     }
 
+    /// Returns the bytes of whole pages that are written in an interval; behind the longest one that was measured the
+    /// curve continues with its last slope.
+    pub fn bytes_within(&self, interval_ns: u64) -> f64 {
+        let knots = self.concave(f64::INFINITY);
+        let at = interval_ns as f64;
+        let mut from = (0.0, 0.0);
+        for (index, knot) in knots.iter().enumerate() {
+            if at <= knot.0 || index + 1 == knots.len() {
+                let pages = from.1 + (knot.1 - from.1) * (at - from.0) / (knot.0 - from.0);
+                return pages * PAGE_BYTES as f64;
+            }
+            from = *knot;
+        }
+        0.0
+    }
+
     /// Returns the curve of a guest that writes `percent` hundredths as fast.
     pub(super) fn scaled(&self, percent: u32) -> Self {
         let scale = |point: &WorkingSetPoint| WorkingSetPoint {
@@ -206,6 +222,18 @@ mod tests {
         // More than there is counts as all.
         let classes = WorkingSetCurve::new([point(SECOND, 5000)]).classes(1000.0);
         assert!((written(&classes, SECOND) - 1000.0).abs() < 1e-6, "{classes:?}");
+    }
+
+    #[test]
+    fn the_curve_is_read_between_and_behind_its_points() {
+        let curve = WorkingSetCurve::new([point(SECOND, 100), point(3 * SECOND, 200)]);
+        let pages = |ns: u64| curve.bytes_within(ns) / PAGE_BYTES as f64;
+        for (ns, expected) in
+            [(0, 0.0), (SECOND / 2, 50.0), (SECOND, 100.0), (2 * SECOND, 150.0), (5 * SECOND, 300.0)]
+        {
+            assert!((pages(ns) - expected).abs() < 1e-6, "{ns}: {}", pages(ns));
+        }
+        assert!(WorkingSetCurve::default().bytes_within(SECOND).abs() < 1e-6);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use proto::limits::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 
-use super::RoundObservation;
+use super::policy::RoundObservation;
 
 /// Parts of the downtime that do not depend on the number of remaining pages, as measured on this pair of hosts or,
 /// before the first migration, estimated from those of small guests.

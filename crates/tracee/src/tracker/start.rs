@@ -102,7 +102,7 @@ impl RemainingSteps {
 }
 
 /// Returns parts of a range, cut at multiples of the page size from its start on.
-fn slices(range: AddressRange, page_size: u64) -> impl Iterator<Item = AddressRange> {
+pub(super) fn slices(range: AddressRange, page_size: u64) -> impl Iterator<Item = AddressRange> {
     let len = SLICE_BYTES.max(page_size);
     (range.start..range.end)
         .step_by(len as usize)

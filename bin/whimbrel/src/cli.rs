@@ -1,6 +1,7 @@
 //! The command line.
 
 mod choices;
+mod evacuations;
 
 use std::path::PathBuf;
 
@@ -8,6 +9,7 @@ use api::{BadName, HostId, MigrationOptions, NewAddress, RamChoice, Rate, VmName
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use choices::{DisksArg, one_disk};
+pub(crate) use evacuations::{EvacuateCommand, EvacuationCommand, MovesArgs, ReturnCommand};
 
 use crate::fleet_command::FleetCommand;
 
@@ -21,8 +23,8 @@ fn host_id(name: &str) -> Result<HostId, BadName> {
 
 /// Moves running virtual machines from host to host
 ///
-/// An agent runs on each host (`whimbrel agent`); all other commands connect to the agent of the host on which they are
-/// called. A VM is migrated from the host that it is on.
+/// An agent runs on each host (`whimbrel agent`); commands connect to the agent of the host on which they are called. A VM is
+/// migrated from the host that it is on. Commands about the whole fleet connect to the controller (`whimbrel controller`).
 #[derive(Debug, Parser)]
 #[command(name = "whimbrel", version, max_term_width = 100, after_help = EXIT_CODES, after_long_help = EXAMPLE)]
 pub(crate) struct Cli {
@@ -35,6 +37,18 @@ pub(crate) struct Cli {
         help_heading = ALL_COMMANDS
     )]
     pub socket: PathBuf,
+
+    /// Socket of the controller, for commands about the fleet
+    #[arg(
+        long,
+        global = true,
+        value_name = "PATH",
+        env = "WHIMBREL_CONTROLLER",
+        hide_env_values = true,
+        default_value = "/run/whimbrel/controller.sock",
+        help_heading = ALL_COMMANDS
+    )]
+    pub controller: PathBuf,
 
     /// Print one JSON document on the standard output, also for errors
     #[arg(long, global = true, help_heading = ALL_COMMANDS)]
@@ -66,6 +80,7 @@ const EXAMPLE: &str = concat!(
 Example, on the host where a QEMU runs that was started with `-name web1`:
   whimbrel vm adopt web1                    the agent adopts it; nothing changes in it
   whimbrel migrate web1 --to beta --check   lists blockers, and how to remove them
+  whimbrel forecast web1 --to beta          forecasts time, downtime and bytes
   whimbrel migrate web1 --to beta           migrates it, and shows a report
 
 ",
@@ -92,6 +107,12 @@ pub(crate) enum Command {
     ///
     /// Defaults are in [migration] of the agent's configuration; the built-in ones are in parentheses.
     Migrate(MigrateCommand),
+    /// Forecast a migration: whether it converges, total time, downtime, bytes; each with an 80% interval
+    ///
+    /// The VM's writes are tracked for at most 3.2 seconds, a sample of its memory is read, and the link is measured by
+    /// some data if no migration has shown its rate within a day. Nothing changes in the VM. Refused while the VM is in a
+    /// migration. The options are those of `whimbrel migrate`.
+    Forecast(ForecastCommand),
     /// Watch the latest migration of a VM until it has ended; Ctrl-C only ends the watching
     Watch {
         /// The VM
@@ -154,7 +175,21 @@ pub(crate) enum Command {
         #[command(subcommand)]
         command: NetCommand,
     },
-    /// Plan moves for a fleet, or simulate its energy and placement on traces; needs no agent
+    /// Run the controller of a fleet, to which agents connect
+    Controller(ControllerCommand),
+    /// Empty hosts: all of their VMs move to others, and nothing remains there
+    ///
+    /// The controller plans the moves, carries them out, and says whether the deadline can be kept. Ctrl-C only ends the
+    /// watching. `whimbrel return` brings the VMs back.
+    Evacuate(EvacuateCommand),
+    /// Bring back the VMs that evacuations have moved away from a host
+    Return(ReturnCommand),
+    /// List, watch, cancel, resume and forget evacuations
+    Evacuation {
+        #[command(subcommand)]
+        command: EvacuationCommand,
+    },
+    /// Show the fleet of a controller, cordon hosts, plan moves, or simulate a fleet on traces
     Fleet {
         #[command(subcommand)]
         command: FleetCommand,
@@ -171,6 +206,28 @@ pub(crate) struct AgentCommand {
     /// Only check that the configuration can be used, with all files that it names
     #[arg(long)]
     pub check_config: bool,
+    /// Format of log lines: `text`, or `json` for programs. `RUST_LOG=debug` in the environment logs more
+    #[arg(long, value_name = "FORMAT", default_value = "text", hide_possible_values = true)]
+    pub log_format: LogFormat,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ControllerCommand {
+    /// The configuration; docs/controller.example.toml has every key
+    #[arg(long, value_name = "FILE", default_value = controller::config::DEFAULT_PATH)]
+    pub config: PathBuf,
+    /// Only check that the configuration can be used
+    #[arg(long)]
+    pub check_config: bool,
+    /// Largest term that agents have seen, after the controller's records were lost or restored: it takes the next one
+    #[arg(
+        long,
+        value_name = "TERM",
+        default_value_t = 0,
+        hide_default_value = true,
+        value_parser = clap::value_parser!(u64).range(..1 << 62)
+    )]
+    pub least_term: u64,
     /// Format of log lines: `text`, or `json` for programs. `RUST_LOG=debug` in the environment logs more
     #[arg(long, value_name = "FORMAT", default_value = "text", hide_possible_values = true)]
     pub log_format: LogFormat,
@@ -292,6 +349,19 @@ pub(crate) struct MigrateCommand {
     /// Only run the pre-flight checks on both hosts; changes nothing
     #[arg(long, conflicts_with = "detach")]
     pub check: bool,
+    /// With --check: forecast the migration, too; see `whimbrel forecast`
+    #[arg(long, requires = "check")]
+    pub forecast: bool,
+    #[command(flatten)]
+    pub request: RequestArgs,
+    /// Return as soon as the migration runs; `whimbrel watch` shows its progress
+    #[arg(long)]
+    pub detach: bool,
+}
+
+/// Arguments of a migration, and of its forecast.
+#[derive(Debug, Args)]
+pub(crate) struct RequestArgs {
     #[command(flatten)]
     pub options: MigrationOptions,
     /// Compare all of memory and of copied disks after the stop; makes the downtime much longer
@@ -330,9 +400,24 @@ pub(crate) struct MigrateCommand {
     /// Carry this option of QEMU's command line over although it is unknown
     #[arg(long = "allow-option", value_name = "OPTION", allow_hyphen_values = true)]
     pub allow_options: Vec<String>,
-    /// Return as soon as the migration runs; `whimbrel watch` shows its progress
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ForecastCommand {
+    /// The VM
+    #[arg(value_parser = vm_name, required_unless_present = "calibration")]
+    pub vm: Option<VmName>,
+    /// The destination host: a name under [hosts] of the agent's configuration
+    #[arg(long, value_name = "HOST", value_parser = host_id, required_unless_present = "calibration")]
+    pub to: Option<HostId>,
+    /// Measure the VM and the link anew, also if that was done in the last hour and the last day
     #[arg(long)]
-    pub detach: bool,
+    pub fresh: bool,
+    /// Instead, show the forecasts of migrations from this host beside their outcomes
+    #[arg(long, conflicts_with_all = ["vm", "to", "fresh"])]
+    pub calibration: bool,
+    #[command(flatten)]
+    pub request: RequestArgs,
 }
 
 #[derive(Debug, Args)]
@@ -372,6 +457,16 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_forecast_needs_a_vm_and_a_host_or_shows_the_record() {
+        let parse = |words: &[&str]| Cli::try_parse_from(["whimbrel", "forecast"].iter().chain(words));
+        assert!(parse(&["web", "--to", "beta", "--fresh", "--policy", "hybrid"]).is_ok());
+        assert!(parse(&["--calibration"]).is_ok());
+        for bad in [&["web"][..], &["--to", "beta"], &[], &["web", "--to", "beta", "--calibration"]] {
+            assert!(parse(bad).is_err(), "{bad:?}");
+        }
     }
 
     #[test]

@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use agent::daemon::StartError;
 use api::report::SCHEMA;
 use api::{ClientError, Problem, ProblemKind, with_causes};
+use controller::ControllerError;
+use controller::config::ControllerConfigError;
 use engine::planner::Refusal;
 use fleet::trace::TraceError;
 use host::config::ConfigError;
@@ -29,6 +31,12 @@ pub(crate) enum Failure {
     /// The agent cannot start.
     #[error("the agent cannot start")]
     Agent(#[from] StartError),
+    /// The configuration of the controller cannot be used.
+    #[error(transparent)]
+    ControllerConfig(#[from] ControllerConfigError),
+    /// The controller cannot start.
+    #[error("the controller cannot start")]
+    Controller(#[from] ControllerError),
     /// A file cannot be read.
     #[error("cannot read {path}", path = path.display())]
     File {
@@ -135,6 +143,7 @@ impl Failure {
                 | ProblemKind::Internal => Code::Failed,
             },
             Self::Config(_)
+            | Self::ControllerConfig(_)
             | Self::File { .. }
             | Self::NotAReport { .. }
             | Self::OtherReport { .. }
@@ -144,6 +153,7 @@ impl Failure {
             | Self::Setting(_)
             | Self::Inventory { .. }
             | Self::NoSuchHost { .. }
+            | Self::Controller(ControllerError::Identity(_))
             | Self::Agent(StartError::Identity(_)) => Code::Usage,
             Self::Unplanned(refusal) => {
                 if refusal.is_bad_input() {
@@ -153,7 +163,7 @@ impl Failure {
                 }
             }
             Self::Unwatched(_) => Code::InDoubt,
-            Self::Client(_) | Self::Agent(_) | Self::System { .. } => Code::Failed,
+            Self::Client(_) | Self::Agent(_) | Self::Controller(_) | Self::System { .. } => Code::Failed,
         }
     }
 
@@ -162,6 +172,7 @@ impl Failure {
         match self {
             Self::Client(ClientError::Problem(problem)) => problem.clone(),
             Self::Config(_)
+            | Self::ControllerConfig(_)
             | Self::File { .. }
             | Self::NotAReport { .. }
             | Self::OtherReport { .. }
@@ -179,13 +190,12 @@ impl Failure {
                 let kind = if is_bad_input { ProblemKind::BadRequest } else { ProblemKind::Refused };
                 Problem::new(kind, with_causes(self), refusal.advice())
             }
-            Self::Agent(StartError::Identity(_)) => {
+            Self::Agent(StartError::Identity(_)) | Self::Controller(ControllerError::Identity(_)) => {
                 let advice = "see docs/operations/certificates.md for their required content";
                 Problem::new(ProblemKind::BadRequest, with_causes(self), advice)
             }
-            Self::Client(ClientError::NoAgent { .. }) | Self::Unwatched(_) => {
-                Problem::new(ProblemKind::Unavailable, with_causes(self), "")
-            }
+            Self::Client(ClientError::NoAgent { .. } | ClientError::NoController { .. })
+            | Self::Unwatched(_) => Problem::new(ProblemKind::Unavailable, with_causes(self), ""),
             _ => Problem::new(ProblemKind::Internal, with_causes(self), ""),
         }
     }

@@ -25,6 +25,13 @@ pub(crate) fn agent(client: &Client, output: &Output) -> Result<Code, Failure> {
         text.line(format_args!("  peers       {}", list(&info.peers)));
         let registry = info.registry.as_ref().map_or("none", HostId::as_str);
         text.line(format_args!("  registry    {registry}"));
+        if let Some(controller) = &info.controller {
+            let state = if controller.connected { "connected" } else { "NOT CONNECTED; see the agent's log" };
+            text.line(format_args!("  controller  {}, {state}", controller.name));
+        }
+        if info.cordoned {
+            text.line(format_args!("  cordoned    accepts no VMs; `whimbrel fleet uncordon` ends that"));
+        }
         text.line(format_args!("  kernel      {}", info.kernel));
         for KernelFeature { name, present, advice } in &info.kernel_features {
             if *present {

@@ -13,8 +13,13 @@
 
 mod agent_command;
 mod cli;
+mod controller_command;
+mod daemon;
+mod evacuation;
 mod failure;
 mod fleet_command;
+mod forecast_text;
+mod forecasting;
 mod images;
 mod inventory;
 mod migration;
@@ -90,6 +95,7 @@ impl From<Code> for ExitCode {
 
 fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
     let client = || api::Client::new(&cli.socket).map_err(Failure::from);
+    let fleet = || api::fleet::FleetClient::new(&cli.controller).map_err(Failure::from);
     match cli.command {
         Command::Agent(command) => agent_command::run(&command, output),
         Command::Info => inventory::agent(&client()?, output),
@@ -105,6 +111,7 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
         },
         Command::Migrate(command) if command.check => migration::check(&client()?, command, output),
         Command::Migrate(command) => migration::migrate(&client()?, command, &cli.socket, output),
+        Command::Forecast(command) => forecasting::run(&client()?, command, output),
         Command::Watch { vm } => migration::watch(&client()?, &vm, &cli.socket, output),
         Command::Migrations => migration::list(&client()?, output),
         Command::Cancel { vm } => migration::cancel(&client()?, &vm, output),
@@ -119,7 +126,14 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
         }
         Command::Report { vm, epoch, explain } => migration::report(&client()?, &vm, epoch, explain, output),
         Command::Replay { report } => replay::replay(&report, output),
-        Command::Fleet { command } => fleet_command::run(command, output),
+        Command::Controller(command) => controller_command::run(&command, output),
+        Command::Evacuate(command) if command.this_host => {
+            evacuation::this_host(&client()?, &command, output)
+        }
+        Command::Evacuate(command) => evacuation::evacuate(&fleet()?, command, output),
+        Command::Return(command) => evacuation::return_vms(&fleet()?, &command, output),
+        Command::Evacuation { command } => evacuation::manage(&fleet()?, command, output),
+        Command::Fleet { command } => fleet_command::run(command, &cli.socket, &cli.controller, output),
         Command::Images { command } => match command {
             ImagesCommand::List => images::list(&client()?, output),
             ImagesCommand::Remove { vm, epoch, ended } => {

@@ -5,46 +5,52 @@ use std::path::Path;
 use api::progress::Standing;
 use api::report::{Report, explain, rate, render, to_the_second};
 use api::{
-    CancelOutcome, CheckReport, Client, Limits, MigrateRequest, MigrationId, MigrationSelector,
+    CancelOutcome, CheckReport, Client, HostId, Limits, MigrateRequest, MigrationId, MigrationSelector,
     MigrationStatus, VmName,
 };
 
 use crate::Code;
-use crate::cli::MigrateCommand;
+use crate::cli::{MigrateCommand, RequestArgs};
 use crate::failure::Failure;
+use crate::forecast_text;
 use crate::output::{Output, Text, findings, table};
 use crate::watching::{self, Ended};
 
-fn request(command: MigrateCommand) -> MigrateRequest {
+/// Returns the request that these arguments describe.
+pub(crate) fn request(vm: VmName, to: HostId, args: RequestArgs) -> MigrateRequest {
     MigrateRequest {
-        vm: command.vm,
-        to: command.to,
-        check_only: command.check,
-        options: command.options,
-        verify: command.verify,
-        ram: command.ram,
-        allow_options: command.allow_options,
-        disks: command.disks.into(),
-        disk: command.disk.into_iter().map(|(name, mode)| (name, mode.into())).collect(),
-        drop_snapshots: command.without_snapshots,
-        new_addresses: command.new_addresses,
+        vm,
+        to,
+        check_only: false,
+        forecast: false,
+        options: args.options,
+        verify: args.verify,
+        ram: args.ram,
+        allow_options: args.allow_options,
+        disks: args.disks.into(),
+        disk: args.disk.into_iter().map(|(name, mode)| (name, mode.into())).collect(),
+        drop_snapshots: args.without_snapshots,
+        new_addresses: args.new_addresses,
     }
 }
 
 /// `whimbrel migrate --check`.
 pub(crate) fn check(client: &Client, command: MigrateCommand, output: &Output) -> Result<Code, Failure> {
-    let report = client.check(&request(command))?;
+    let forecast = command.forecast;
+    let request = MigrateRequest { forecast, ..request(command.vm, command.to, command.request) };
+    let report = client.check(&request)?;
     output.show(&report, |report: &CheckReport| {
         let verdict = if report.possible { "can be migrated" } else { "cannot be migrated" };
         let ram =
             report.ram_kind.as_ref().map_or_else(String::new, |kind| format!(", its RAM would be {kind}"));
         format!(
-            "{} {verdict} from {} to {}{ram}\n{}{}",
+            "{} {verdict} from {} to {}{ram}\n{}{}{}",
             report.vm,
             report.from,
             report.to,
             findings(&report.source_findings),
-            findings(&report.destination_findings)
+            findings(&report.destination_findings),
+            report.forecast.as_deref().map_or_else(String::new, forecast_text::forecast)
         )
     });
     Ok(if report.possible { Code::Done } else { Code::Failed })
@@ -58,7 +64,8 @@ pub(crate) fn migrate(
     output: &Output,
 ) -> Result<Code, Failure> {
     let detach = command.detach;
-    let status = client.migrate(&request(command)).map_err(Failure::of_migration)?;
+    let request = request(command.vm, command.to, command.request);
+    let status = client.migrate(&request).map_err(Failure::of_migration)?;
     if detach {
         output.show(&status, |status: &MigrationStatus| {
             let vm = &status.id.vm;

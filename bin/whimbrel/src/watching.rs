@@ -5,7 +5,7 @@ use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::Duration;
 
-use api::progress::{PartProgress, Phase, Progress, Standing};
+use api::progress::{ExpectedEnd, PartProgress, Phase, Progress, Standing};
 use api::report::{bytes, milliseconds, rate};
 use api::{Client, ClientError, MigrationId, MigrationSelector};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
@@ -217,7 +217,27 @@ fn outlook(progress: &Progress) -> Vec<String> {
         parts.push(format!("dirtied {}", rate(progress.dirty_rate_bytes_per_s)));
         parts.push(format!("downtime {} expected", milliseconds(us)));
     }
+    let is_moving = !matches!(progress.phase, Phase::InDoubt | Phase::Undoing | Phase::Ended);
+    parts.extend(progress.expected_end.filter(|_| is_moving).map(|end| done_in(progress.elapsed_us, end)));
     parts
+}
+
+/// Formats the expected end, as `done in 14 s ± 3`.
+fn done_in(elapsed_us: u64, end: ExpectedEnd) -> String {
+    let ExpectedEnd { total_us, low_us, high_us, arrives } = end;
+    if !arrives {
+        return "not expected to converge".to_owned();
+    }
+    let left_us = total_us.saturating_sub(elapsed_us);
+    let within_us = high_us.saturating_sub(total_us).max(total_us.saturating_sub(low_us));
+    let tenths = |us: u64| (us + 50_000) / 100_000;
+    match tenths(left_us) {
+        left @ 0..100 => {
+            let within = tenths(within_us);
+            format!("done in {}.{} s ± {}.{}", left / 10, left % 10, within / 10, within % 10)
+        }
+        left => format!("done in {} s ± {}", (left + 5) / 10, tenths(within_us).div_ceil(10)),
+    }
 }
 
 #[cfg(test)]
@@ -250,7 +270,20 @@ mod tests {
         assert_eq!(now(&with_disks).join(", "), words, "nothing is to be sent of the other");
         let first = Progress { round: 1, expected_downtime_us: None, ..progress.clone() };
         assert!(outlook(&first).is_empty(), "no rate of dirtying is known yet");
-        let over = Progress { phase: Phase::Ended, message: Some("disk full".into()), ..progress };
+        let end =
+            ExpectedEnd { total_us: 15_000_000, low_us: 12_000_000, high_us: 17_000_000, arrives: true };
+        let with_end = Progress { expected_end: Some(end), elapsed_us: 1_000_000, ..first };
+        assert_eq!(outlook(&with_end).join(", "), "done in 14 s ± 3");
+        let later = Progress { elapsed_us: 8_500_000, ..with_end.clone() };
+        assert_eq!(outlook(&later).join(", "), "done in 6.5 s ± 3.0");
+        let stuck = Progress { expected_end: Some(ExpectedEnd { arrives: false, ..end }), ..later };
+        assert_eq!(outlook(&stuck).join(", "), "not expected to converge");
+        let over = Progress {
+            phase: Phase::Ended,
+            expected_end: Some(end),
+            message: Some("disk full".into()),
+            ..progress
+        };
         assert_eq!(now(&over).join(", "), "over, disk full");
         assert!(outlook(&over).is_empty());
     }

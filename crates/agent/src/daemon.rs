@@ -3,10 +3,13 @@
 
 mod connections;
 mod control;
+mod controller_link;
 mod decisions;
 mod dns_records;
 mod drive;
 mod driver_slot;
+mod forecasts;
+mod metrics;
 mod receive;
 mod recovery;
 mod status;
@@ -24,6 +27,7 @@ use tracing::info;
 
 use api::progress::Publisher;
 use api::{self, Server, ServerError};
+use controller_link::ControllerLink;
 use host::Context;
 use host::EmulatorCache;
 pub use host::HelperProgram;
@@ -31,6 +35,7 @@ use host::MigrationTransport;
 use host::config::{AgentRole, Config, Security};
 use host::dns_keeper::DnsKeeper;
 use host::fault::Faults;
+use host::measurement::Measurements;
 use host::name_locks::NameLocks;
 use host::redirections::RedirectionReaper;
 use host::templates::Templates;
@@ -68,6 +73,12 @@ pub enum StartError {
     /// The thread for names cannot be started.
     #[error("cannot start a thread for names of VMs")]
     Names(#[source] std::io::Error),
+    /// The thread for forecasts cannot be started.
+    #[error("cannot start a thread to measure VMs")]
+    Forecasts(#[source] std::io::Error),
+    /// The thread for the controller cannot be started.
+    #[error("cannot start a thread for the controller")]
+    Controller(#[source] std::io::Error),
     /// The host's boot id cannot be read.
     #[error("cannot read /proc/sys/kernel/random/boot_id")]
     BootId(#[source] std::io::Error),
@@ -104,7 +115,7 @@ impl Agent {
             injector: Arc::new(Injector::new(injector.program, injector.arguments)),
             guard,
             transport: MigrationTransport {
-                connections: Arc::new(TcpTransport::new(endpoint, router.clone())),
+                connections: Arc::new(TcpTransport::new(endpoint.clone(), router.clone())),
                 router,
             },
             arrivals: Arc::default(),
@@ -125,13 +136,17 @@ impl Agent {
             registry,
             config,
         };
-        let daemon = Arc::new(Daemon { context: Arc::new(context), drivers: Mutex::default(), witness });
+        let daemon = Arc::new(Daemon::new(Arc::new(context), witness));
         host::end_probes(&daemon.context.config);
         host::preflight::end_measurements(&daemon.context.config.run_dir);
         host::redirections::resume(&daemon.context);
         daemon.resume_migrations()?;
         end_unused_redirections(&daemon.context).map_err(StartError::Redirections)?;
         dns_records::keep(&daemon.context).map_err(StartError::Names)?;
+        forecasts::measure_regularly(&daemon).map_err(StartError::Forecasts)?;
+        if let Some(controller) = daemon.context.config.controller.clone() {
+            controller_link::start(&daemon, endpoint, controller).map_err(StartError::Controller)?;
+        }
         let peers = Arc::clone(&daemon);
         let address = listener.address();
         let serving = listener.serve(move |arrival| peers.arrival(arrival))?;
@@ -190,8 +205,12 @@ fn registry(config: &Config, witness: &proto::HostId, endpoint: &Endpoint) -> Op
 pub(crate) struct Daemon {
     context: Arc<Context>,
     drivers: Mutex<BTreeMap<MigrationId, DriverHandle>>,
+    /// Measurements of VMs for forecasts.
+    measurements: Measurements,
     /// Present if this agent keeps the ownership registry.
     witness: Option<WitnessServer>,
+    /// Connection to the controller, if one is configured.
+    controller_link: ControllerLink,
 }
 
 /// A migration with a running driver.
@@ -210,6 +229,16 @@ pub(crate) enum DriverMailbox {
 }
 
 impl Daemon {
+    fn new(context: Arc<Context>, witness: Option<WitnessServer>) -> Self {
+        Self {
+            context,
+            drivers: Mutex::default(),
+            measurements: Measurements::default(),
+            witness,
+            controller_link: ControllerLink::default(),
+        }
+    }
+
     fn drivers(&self) -> MutexGuard<'_, BTreeMap<MigrationId, DriverHandle>> {
         self.drivers.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -78,6 +78,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "whimbrel-migrate",
         ],
     ),
+    (
+        "whimbrel-controller",
+        &["whimbrel-proto", "whimbrel-engine", "whimbrel-link", "whimbrel-api", "whimbrel-store"],
+    ),
     ("whimbrel-guest-load", &[]),
     ("whimbrel-nas", &[]),
     // What only tests and benchmarks need is not linked into the program that users install.
@@ -86,6 +90,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         &[
             "whimbrel-agent",
             "whimbrel-api",
+            "whimbrel-controller",
             "whimbrel-engine",
             "whimbrel-fleet",
             "whimbrel-host",

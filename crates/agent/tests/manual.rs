@@ -93,11 +93,58 @@ fn every_path_of_the_api_stands_in_the_manual() {
     assert!(missing.is_empty(), "{missing:?}");
 }
 
+#[test]
+fn every_path_of_the_controller_stands_in_the_manual() {
+    let routes = Path::new(env!("CARGO_MANIFEST_DIR")).join("../api/src/fleet/routes.rs");
+    let routes = fs::read_to_string(routes).unwrap();
+    let page = page("controller.md");
+    let paths: BTreeSet<_> =
+        routes.split('"').filter(|text| text.starts_with("/v1/") || *text == "/metrics").collect();
+    assert!(paths.len() > 12, "the search finds too few: {paths:?}");
+    let missing: Vec<_> = paths.iter().filter(|path| !page.contains(&format!("{path}`"))).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
+/// Returns the names that a source gives to threads, those that are made from a value up to it.
+fn thread_names(text: &str) -> Vec<String> {
+    let name = |after: &str| {
+        let named = after.trim_start().strip_prefix(".name(")?;
+        let literal = named.strip_prefix("format!(").unwrap_or(named).strip_prefix('"')?;
+        literal.split(['"', '{']).next().map(str::to_owned)
+    };
+    text.split("thread::Builder::new()").skip(1).filter_map(name).collect()
+}
+
+#[test]
+fn every_thread_of_an_agent_stands_in_the_architecture() {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+    let page = fs::read_to_string(docs.join("architecture.md")).unwrap();
+    let threads = page.split_once("\n## Threads\n").unwrap().1.split("\n## ").next().unwrap();
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let names: BTreeSet<_> = sources(crates)
+        .iter()
+        .filter(|path| !is_test(path.strip_prefix(crates).unwrap()))
+        .flat_map(|path| {
+            thread_names(fs::read_to_string(path).unwrap().split("#[cfg(test)]").next().unwrap())
+        })
+        .collect();
+    assert!(names.len() > 40, "the search finds too few: {names:?}");
+    let listed: BTreeSet<&str> = threads.split('`').skip(1).step_by(2).collect();
+    let is_listed = |name: &&String| {
+        listed.iter().any(|word| *word == **name || name.ends_with('-') && word.starts_with(name.as_str()))
+    };
+    let missing: Vec<_> = names.iter().filter(|name| !is_listed(name)).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
+fn is_test(path: &Path) -> bool {
+    path.iter().any(|part| part == "tests" || part == "tests.rs" || part == "testing.rs")
+}
+
 /// The example of docs/hacking.md.
 #[test]
 fn an_option_is_in_four_files() {
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
-    let is_test = |path: &Path| path.iter().any(|part| part == "tests" || part == "tests.rs");
     let roots = ["crates", "bin", "docs"].map(|root| workspace.join(root));
     let mut files: Vec<_> = roots[..2].iter().flat_map(|root| sources(root)).collect();
     files.retain(|path| !is_test(path.strip_prefix(&workspace).unwrap()));

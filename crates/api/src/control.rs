@@ -1,13 +1,16 @@
 //! The implementation behind the API: the daemon, or a fake in tests.
 
+use proto::message::HostEvacuation;
 use proto::{MigrationId, VmName};
 
+use super::forecast::{CalibrationReport, Forecast};
+use super::leftover_image::LeftoverImage;
 use super::network_state::NetworkState;
 use super::problem::Problem;
 use super::types::{
-    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
-    LeftoverImage, Limits, MigrateRequest, MigrationStatus, RecoverReport, RecoverRequest, RunRequest,
-    VmDetail, VmSummary,
+    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Cordon,
+    EvacuateHostRequest, ForecastRequest, Forgotten, Limits, MigrateRequest, MigrationStatus, RecoverReport,
+    RecoverRequest, RunRequest, VmDetail, VmSummary,
 };
 use crate::progress::Watcher;
 use crate::report::Report;
@@ -34,6 +37,13 @@ pub trait Control: Send + Sync + 'static {
 
     /// Makes this host the owner of a VM in the ownership registry, or reports the risk.
     fn claim(&self, vm: &VmName, request: ClaimRequest) -> Result<ClaimReport, Problem>;
+
+    /// Forecasts a migration: checks it, tracks the VM's writes for some seconds, and measures the link, as far as that is
+    /// needed. Refused while the VM is in a migration.
+    fn forecast(&self, request: ForecastRequest) -> Result<Forecast, Problem>;
+
+    /// Returns the record of the forecasts of this host.
+    fn calibration(&self) -> Result<CalibrationReport, Problem>;
 
     /// Runs the pre-flight checks alone, on both hosts. Changes nothing on either.
     fn check(&self, request: MigrateRequest) -> Result<CheckReport, Problem>;
@@ -75,6 +85,18 @@ pub trait Control: Send + Sync + 'static {
     /// Removes the images of a VM that arrived with its disks and ended here; returns them. If one of them must stay,
     /// none is removed.
     fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftoverImage>, Problem>;
+
+    /// Lets the agent's host accept no VMs, or accept them again.
+    fn set_cordoned(&self, cordoned: bool) -> Result<Cordon, Problem>;
+
+    /// Asks the controller to evacuate the agent's host.
+    fn ask_for_evacuation(&self, request: &EvacuateHostRequest) -> Result<HostEvacuation, Problem>;
+
+    /// Returns the state of the evacuation that was asked for.
+    fn evacuation(&self) -> Result<HostEvacuation, Problem>;
+
+    /// Returns the metrics of the agent, in the text format of Prometheus.
+    fn metrics(&self) -> Result<String, Problem>;
 
     /// Returns what migrations have in the kernel of the agent's host.
     fn network(&self) -> Result<NetworkState, Problem>;

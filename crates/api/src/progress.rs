@@ -3,6 +3,7 @@
 //! The driver publishes a whole [`Progress`] whenever something changed; watchers see the latest one and may miss those
 //! between. A watcher can never hold up the driver: the channel keeps one value and no queue.
 
+use engine::forecast::{Estimate, MigrationEnd, MigrationForecast};
 use proto::MigrationId;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
@@ -75,6 +76,32 @@ pub struct PartProgress {
     pub remaining_bytes: u64,
 }
 
+/// Expected end of a migration that is under way. Times count from the request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExpectedEnd {
+    /// Expected total time, in microseconds.
+    pub total_us: u64,
+    /// Lower end of its 80% interval, in microseconds.
+    pub low_us: u64,
+    /// Upper end of its 80% interval, in microseconds.
+    pub high_us: u64,
+    /// True if the VM is expected to arrive; false if the migration is expected to give up, or not to end.
+    pub arrives: bool,
+}
+
+impl ExpectedEnd {
+    /// Returns the expected end by a forecast.
+    pub fn of(forecast: &MigrationForecast) -> Self {
+        let Estimate { expected, low, high } = forecast.total_ns;
+        Self {
+            total_us: expected / 1000,
+            low_us: low / 1000,
+            high_us: high / 1000,
+            arrives: matches!(forecast.end, MigrationEnd::StopAndCopy | MigrationEnd::PostCopy),
+        }
+    }
+}
+
 /// A snapshot of a migration. Numbers that are not known yet are zero or absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -108,6 +135,9 @@ pub struct Progress {
     pub missing_pages: Option<u64>,
     /// Expected downtime if the guest were stopped now, in microseconds.
     pub expected_downtime_us: Option<u64>,
+    /// Expected end of the migration; absent until it can be forecast.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expected_end: Option<ExpectedEnd>,
     /// Measured downtime, once the guest runs again, in microseconds.
     pub downtime_us: Option<u64>,
     /// Time since the migration was requested, in microseconds.

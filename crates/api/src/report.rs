@@ -6,11 +6,13 @@
 
 mod connections;
 mod explain;
+mod failure_kind;
+mod forecast;
 mod numbers;
 mod reductions;
+mod round;
 mod text;
 
-use engine::pre_copy::Pattern;
 use engine::pressure::Restraint;
 use proto::message::{CardFrames, Finding, RamBlock};
 use proto::{HostId, MigrationId};
@@ -22,8 +24,11 @@ use crate::options::MigrationSettings;
 pub use connections::{RedirectedConnections, TrackedConnections};
 pub use engine::traces::{Replayed, Traces};
 pub use explain::explain;
+pub use failure_kind::FailureKind;
+pub use forecast::ReportedForecast;
 pub use numbers::{bytes, milliseconds, rate, seconds, to_the_second};
 pub use reductions::{Compression, Deltas, FreePageHintStats, LevelChoice};
+pub use round::Round;
 pub use text::render;
 
 /// Name and version of the document. Fields may be added under the same version; none is removed or changes its
@@ -56,6 +61,9 @@ pub struct Report {
     pub outcome: Outcome,
     /// Reason for the outcome, where there is one.
     pub reason: Option<String>,
+    /// Kind of the failure; absent if there was none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure: Option<FailureKind>,
     /// QEMU's run state before the migration (`running`, `paused`).
     pub run_state_before: String,
     /// QEMU's run state afterwards, on the side that has the VM; absent while that is not known.
@@ -85,6 +93,9 @@ pub struct Report {
     /// Inputs and decisions of all policies (`traces`, `other_traces`).
     #[serde(flatten)]
     pub traces: Traces,
+    /// Forecast beside the outcome; absent if the VM's writes had not been measured before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub forecast: Option<ReportedForecast>,
     /// Parts of the downtime; absent if the guest was never stopped.
     pub downtime: Option<Downtime>,
     /// Statistics of post-copy; absent if there was none.
@@ -205,67 +216,6 @@ pub struct Disk {
     pub path: String,
     /// The image's format.
     pub format: String,
-}
-
-/// Statistics of one round.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Round {
-    /// Number of the round, from 1 on.
-    pub round: u32,
-    /// The guest was stopped during it.
-    pub stopped: bool,
-    /// Number of the pass through memory that it belongs to, from 1 on; 0 for a round of disks alone, and for one with
-    /// the guest stopped.
-    #[serde(default)]
-    pub pass: u32,
-    /// Pages that it had to send; in a part of the first pass, the pages of that part. Disks count in pages, too.
-    pub dirty_pages: u64,
-    /// The part of `dirty_pages` that belongs to disks.
-    pub disk_pages: u64,
-    /// Pages sent with their bytes.
-    pub data_pages: u64,
-    /// Zero pages that occupy memory.
-    pub zero_pages: u64,
-    /// Pages that are holes.
-    pub hole_pages: u64,
-    /// Pages that consist of the same eight bytes, other than zeros.
-    #[serde(default)]
-    pub filled_pages: u64,
-    /// Pages that were sent as holes, whatever their content, because the guest does not use them.
-    #[serde(default)]
-    pub hinted_pages: u64,
-    /// Page references: pages whose content the destination had already on a disk or in a template.
-    pub reference_pages: u64,
-    /// Deltas: pages sent before, of which only the changes were sent.
-    pub delta_pages: u64,
-    /// Page references and deltas that the destination could not apply: their pages were sent in the next round.
-    pub refused_pages: u64,
-    /// Bytes sent on the data streams, on the wire.
-    pub sent_bytes: u64,
-    /// Time from its dirty scan to the last acknowledgement that it waited for, in microseconds.
-    pub duration_us: u64,
-    /// Time for finding dirty pages and protecting them again, in microseconds.
-    pub scan_us: u64,
-    /// Time for the guest's block I/O in flight to finish, in microseconds.
-    pub drain_us: u64,
-    /// Sending rate, in bytes per second.
-    pub rate_bytes_per_s: u64,
-    /// The guest's dirty rate in the previous round, in bytes per second.
-    pub dirty_rate_bytes_per_s: u64,
-    /// Expected downtime if the guest had been stopped after this round, in microseconds.
-    pub expected_downtime_us: Option<u64>,
-    /// Dirty pages that it left to the next round, to keep this one short.
-    #[serde(default)]
-    pub remaining_pages: u64,
-    /// Pages that had also been sent shortly before, after the first pass.
-    #[serde(default)]
-    pub resent_pages: u64,
-    /// The policy's decision after the round (`another-round`, `stop`, `abort`).
-    pub decision: String,
-    /// The guest's write pattern, if it showed that further rounds would not help.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub pattern: Option<Pattern>,
 }
 
 /// Duration of the stop and its parts. The parts add up to the total.
@@ -417,6 +367,7 @@ impl Report {
             total_us: 0,
             outcome: Outcome::Underway,
             reason: None,
+            failure: None,
             run_state_before: String::new(),
             run_state_after: None,
             settings,
@@ -433,6 +384,7 @@ impl Report {
             waiting: None,
             rounds: Vec::new(),
             traces: Traces::default(),
+            forecast: None,
             downtime: None,
             sent_bytes: 0,
             received_bytes: 0,

@@ -4,20 +4,22 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::{FromRequest, Path, Request, State};
+use axum::extract::{Path, Request, State};
 use axum::http::{StatusCode, header};
-use axum::response::{IntoResponse, Response};
+use axum::response::IntoResponse;
 use axum::routing::{delete, get, post};
 use http_body_util::channel::Channel;
 use proto::{Epoch, MigrationId, VmName};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 
 use super::control::Control;
+use super::http::{self, Answer, JsonBody, json};
 use super::problem::{Problem, ProblemKind};
 use super::types::MigrateRequest;
 use crate::progress::{ProgressLine, Watcher};
+
+/// Page of the manual that lists the paths.
+const PAGE: &str = "docs/operations/api.md";
 
 /// Shared state of the handlers.
 #[derive(Clone)]
@@ -26,8 +28,6 @@ struct HandlerState {
     /// True once the server ends; streams end with it.
     end: watch::Receiver<bool>,
 }
-
-type Answer = Result<Response, Problem>;
 
 /// Returns all routes.
 pub(super) fn router(control: Arc<dyn Control>, end: watch::Receiver<bool>) -> Router {
@@ -42,9 +42,13 @@ pub(super) fn router(control: Arc<dyn Control>, end: watch::Receiver<bool>) -> R
         .route("/v1/images/{vm}", delete(remove_images_of))
         .route("/v1/images/{vm}/ended", delete(remove_ended_images))
         .route("/v1/images/{vm}/{epoch}", delete(remove_images_of_one))
+        .route("/v1/cordon", post(cordon).delete(uncordon))
+        .route("/v1/evacuation", get(evacuation).post(ask_for_evacuation))
+        .route("/metrics", get(metrics))
         .route("/v1/network", get(network))
         .route("/v1/network/{vm}", delete(release_network))
         .route("/v1/network/{vm}/all", delete(release_all_of_network))
+        .route("/v1/forecasts", get(calibration).post(forecast))
         .route("/v1/migrations", get(migrations).post(migrate))
         .route(migration, get(one_migration))
         .route(&format!("{migration}/progress"), get(progress))
@@ -52,8 +56,8 @@ pub(super) fn router(control: Arc<dyn Control>, end: watch::Receiver<bool>) -> R
         .route(&format!("{migration}/cancel"), post(cancel))
         .route(&format!("{migration}/recover"), post(recover))
         .route(&format!("{migration}/limits"), post(limits))
-        .fallback(no_such_path)
-        .method_not_allowed_fallback(no_such_method)
+        .fallback(async |request: Request| http::no_such_path(&request, PAGE))
+        .method_not_allowed_fallback(async |request: Request| http::no_such_method(&request, PAGE))
         .with_state(HandlerState { control, end })
 }
 
@@ -125,6 +129,29 @@ async fn remove_ended_images(State(shared): State<HandlerState>, Path(vm): Path<
     json(StatusCode::OK, &shared.call(move |control| control.remove_ended_images(&vm)).await?)
 }
 
+async fn cordon(State(shared): State<HandlerState>) -> Answer {
+    json(StatusCode::OK, &shared.call(|control| control.set_cordoned(true)).await?)
+}
+
+async fn uncordon(State(shared): State<HandlerState>) -> Answer {
+    json(StatusCode::OK, &shared.call(|control| control.set_cordoned(false)).await?)
+}
+
+async fn evacuation(State(shared): State<HandlerState>) -> Answer {
+    json(StatusCode::OK, &shared.call(Control::evacuation).await?)
+}
+
+async fn ask_for_evacuation(
+    State(shared): State<HandlerState>,
+    JsonBody(request): JsonBody<super::EvacuateHostRequest>,
+) -> Answer {
+    json(StatusCode::ACCEPTED, &shared.call(move |control| control.ask_for_evacuation(&request)).await?)
+}
+
+async fn metrics(State(shared): State<HandlerState>) -> Answer {
+    Ok(http::metrics(shared.call(Control::metrics).await?))
+}
+
 async fn network(State(shared): State<HandlerState>) -> Answer {
     json(StatusCode::OK, &shared.call(Control::network).await?)
 }
@@ -139,7 +166,23 @@ async fn release_all_of_network(State(shared): State<HandlerState>, Path(vm): Pa
     json(StatusCode::OK, &shared.call(move |control| control.release_network(&vm, true)).await?)
 }
 
+async fn forecast(
+    State(shared): State<HandlerState>,
+    JsonBody(request): JsonBody<super::ForecastRequest>,
+) -> Answer {
+    json(StatusCode::OK, &shared.call(|control| control.forecast(request)).await?)
+}
+
+async fn calibration(State(shared): State<HandlerState>) -> Answer {
+    json(StatusCode::OK, &shared.call(Control::calibration).await?)
+}
+
 async fn migrate(State(shared): State<HandlerState>, JsonBody(request): JsonBody<MigrateRequest>) -> Answer {
+    if request.forecast && !request.check_only {
+        let (error, advice) =
+            ("a migration is not forecast while it begins", "give `check_only`, or use /v1/forecasts");
+        return Err(Problem::new(ProblemKind::BadRequest, error, advice));
+    }
     if request.check_only {
         json(StatusCode::OK, &shared.call(|control| control.check(request)).await?)
     } else {
@@ -223,21 +266,6 @@ async fn stream(
     }
 }
 
-async fn no_such_path(request: Request) -> Problem {
-    Problem::new(
-        ProblemKind::NotFound,
-        format!("{} does not exist", request.uri().path()),
-        "see the list of paths in docs/operations/api.md; client and agent may be of different versions",
-    )
-}
-
-async fn no_such_method(request: Request) -> Response {
-    let text = format!("{} cannot be used on {}", request.method(), request.uri().path());
-    let problem =
-        Problem::new(ProblemKind::BadRequest, text, "see the list of paths in docs/operations/api.md");
-    (StatusCode::METHOD_NOT_ALLOWED, axum::Json(problem)).into_response()
-}
-
 impl HandlerState {
     /// Calls the control on a thread that may block.
     async fn call<T: Send + 'static>(
@@ -245,45 +273,7 @@ impl HandlerState {
         work: impl FnOnce(&dyn Control) -> Result<T, Problem> + Send + 'static,
     ) -> Result<T, Problem> {
         let control = Arc::clone(&self.control);
-        tokio::task::spawn_blocking(move || work(control.as_ref())).await.unwrap_or_else(|error| {
-            tracing::error!(%error, "a request ended in a panic");
-            Err(Problem::new(
-                ProblemKind::Internal,
-                "the agent failed while it worked on this request",
-                "see the agent's log; please report it as a bug",
-            ))
-        })
-    }
-}
-
-fn json<T: Serialize>(status: StatusCode, value: &T) -> Answer {
-    match serde_json::to_vec(value) {
-        Ok(body) => Ok((status, [(header::CONTENT_TYPE, "application/json")], body).into_response()),
-        Err(error) => Err(Problem::caused_by(ProblemKind::Internal, &error, "please report it as a bug")),
-    }
-}
-
-impl IntoResponse for Problem {
-    fn into_response(self) -> Response {
-        let status = StatusCode::from_u16(self.kind.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        (status, axum::Json(self)).into_response()
-    }
-}
-
-/// A request's body, parsed as JSON whatever its content type is. Errors are returned as a [`Problem`].
-struct JsonBody<T>(T);
-
-impl<T: DeserializeOwned> FromRequest<HandlerState> for JsonBody<T> {
-    type Rejection = Problem;
-
-    async fn from_request(request: Request, shared: &HandlerState) -> Result<Self, Problem> {
-        let bytes = Bytes::from_request(request, shared).await.map_err(|rejection| {
-            Problem::new(ProblemKind::BadRequest, rejection.body_text(), "send less than 2 MB")
-        })?;
-        serde_json::from_slice(&bytes).map(Self).map_err(|error| {
-            let text = format!("the request is invalid: {error}");
-            Problem::new(ProblemKind::BadRequest, text, "client and agent may be of different versions")
-        })
+        http::blocking(move || work(control.as_ref())).await
     }
 }
 

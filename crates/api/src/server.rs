@@ -12,7 +12,10 @@ use tokio::runtime::Runtime;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
+use axum::Router;
+
 use super::control::Control;
+use super::fleet::{self, FleetControl};
 use super::routes;
 
 /// Time for requests under way to finish when the server ends.
@@ -24,9 +27,9 @@ const SOCKET_PATH_BYTES: usize = 107;
 /// Reason for which the API cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
-    /// Another agent answers on the socket.
+    /// Another daemon answers on the socket.
     #[error(
-        "another agent serves {socket}; stop it, or give this one a different `api_socket`",
+        "another daemon serves {socket}; stop it, or give this one a different `api_socket`",
         socket = socket.display()
     )]
     InUse {
@@ -75,8 +78,20 @@ pub struct Server {
     serving: Option<(Runtime, JoinHandle<()>)>,
 }
 
-/// Serves the API on a Unix socket, on threads of its own, until the [`Server`] is stopped.
+/// Serves the agent's API on a Unix socket, on threads of its own, until the [`Server`] is stopped.
 pub fn serve(socket: &Path, control: Arc<dyn Control>) -> Result<Server, ServerError> {
+    serve_routes(socket, |ended| routes::router(control, ended))
+}
+
+/// Serves the controller's API in the same way.
+pub fn serve_fleet(socket: &Path, control: Arc<dyn FleetControl>) -> Result<Server, ServerError> {
+    serve_routes(socket, |ended| fleet::router(control, ended))
+}
+
+fn serve_routes(
+    socket: &Path,
+    routes: impl FnOnce(watch::Receiver<bool>) -> Router,
+) -> Result<Server, ServerError> {
     let (listener, identity) = bind(socket)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -92,7 +107,7 @@ pub fn serve(socket: &Path, control: Arc<dyn Control>) -> Result<Server, ServerE
             .map_err(|source| ServerError::Socket { socket: socket.to_owned(), source })?
     };
     let (end, mut ended) = watch::channel(false);
-    let router = routes::router(control, ended.clone());
+    let router = routes(ended.clone());
     let serving = runtime.spawn(async move {
         let until = async move {
             // An error means that the sender is gone, which is an end as well.

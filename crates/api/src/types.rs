@@ -9,6 +9,7 @@ use proto::{HostId, MigrationId, VmName};
 use serde::{Deserialize, Serialize};
 
 use super::choices::{NetworkCheck, RamChoice};
+use super::forecast::Forecast;
 use super::options::{InvalidOption, MigrationOptions, MigrationSettings};
 use crate::new_address::NewAddress;
 use crate::progress::{Progress, Standing};
@@ -34,9 +35,42 @@ pub struct AgentInfo {
     pub kernel_features: Vec<KernelFeature>,
     /// Process id of the agent.
     pub pid: u32,
+    /// True if the host accepts no VMs.
+    #[serde(default)]
+    pub cordoned: bool,
+    /// The controller; absent if none is configured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub controller: Option<ControllerInfo>,
     /// Images that arriving disks may have content in common with.
     #[serde(default)]
     pub templates: Vec<TemplateInfo>,
+}
+
+/// The controller of an agent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ControllerInfo {
+    /// Name of the controller.
+    pub name: HostId,
+    /// True if the agent is connected to it.
+    pub connected: bool,
+}
+
+/// State of the cordon of a host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cordon {
+    /// The host.
+    pub host: HostId,
+    /// True if it accepts no VMs.
+    pub cordoned: bool,
+}
+
+/// Request to evacuate the agent's own host, which is about to be shut down.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EvacuateHostRequest {
+    /// Time that is left for it, in seconds; absent if there is no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub within_s: Option<u64>,
 }
 
 /// A template of the agent's host.
@@ -210,6 +244,9 @@ pub struct MigrateRequest {
     /// Run the pre-flight checks only.
     #[serde(default)]
     pub check_only: bool,
+    /// With `check_only`: forecast the migration, too.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub forecast: bool,
     /// Options; absent ones are taken from the configuration.
     #[serde(default)]
     pub options: MigrationOptions,
@@ -243,6 +280,7 @@ impl MigrateRequest {
             vm,
             to,
             check_only: false,
+            forecast: false,
             options: MigrationOptions::default(),
             verify: false,
             ram: RamChoice::Auto,
@@ -285,6 +323,20 @@ pub struct CheckReport {
     pub source_findings: Vec<Finding>,
     /// Findings of the destination.
     pub destination_findings: Vec<Finding>,
+    /// Forecast of the migration, if it was requested and the migration is possible.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub forecast: Option<Box<Forecast>>,
+}
+
+/// A migration to be forecast.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ForecastRequest {
+    /// The migration, as it would be requested.
+    pub migration: MigrateRequest,
+    /// Measure the VM and the link anew, also if measurements of the last hour and the last day are there.
+    #[serde(default)]
+    pub fresh: bool,
 }
 
 /// Status of a migration.
@@ -313,28 +365,6 @@ pub struct MigrationStatus {
     pub updated: String,
     /// Progress, if this agent drives it at present.
     pub progress: Option<Progress>,
-}
-
-/// A leftover image of a VM: from when it moved away with its disks, or when it ended here.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LeftoverImage {
-    /// The migration in which it was left.
-    #[serde(flatten)]
-    pub migration: MigrationId,
-    /// The destination of that migration; this host if the VM ended here.
-    pub to: HostId,
-    /// True if the VM ended here; its disk may be nowhere else.
-    #[serde(default)]
-    pub ended: bool,
-    /// The disk, by its name in the description.
-    pub disk: String,
-    /// Path of the image's file.
-    pub path: PathBuf,
-    /// Space that it uses on this host, in bytes.
-    pub used_bytes: u64,
-    /// Reason for which it cannot be removed; absent if there is none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub blocked_by: Option<String>,
 }
 
 /// Outcome of a request to cancel.

@@ -13,9 +13,9 @@ use std::thread;
 
 use api::progress::{Phase, Standing};
 use api::{
-    AdoptRequest, CancelOutcome, ClaimRequest, Client, ClientError, Control, Limits, MigrateRequest,
-    MigrationSelector, Problem, ProblemKind, RecoverAction, RecoverRequest, RegistryUse, Server, ServerError,
-    serve,
+    AdoptRequest, CancelOutcome, ClaimRequest, Client, ClientError, Control, ForecastRequest, Limits,
+    MigrateRequest, MigrationSelector, Problem, ProblemKind, RecoverAction, RecoverRequest, RegistryUse,
+    Server, ServerError, serve,
 };
 use whimbrel_api as api;
 
@@ -254,6 +254,23 @@ fn what_preflight_says_comes_with_the_refusal() {
 }
 
 #[test]
+fn migrations_are_forecast_alone_and_with_their_check() {
+    let world = world();
+    let migration = MigrateRequest::new(vm("web"), host("beta"));
+    let request = ForecastRequest { migration: migration.clone(), fresh: true };
+    let forecast = world.client.forecast(&request).unwrap();
+    assert!(forecast == fake::forecast(&migration) && forecast.found.forecast.converges);
+    let check = |forecast| world.client.check(&MigrateRequest { forecast, ..migration.clone() }).unwrap();
+    assert_eq!((check(true).forecast, check(false).forecast), (Some(Box::new(forecast)), None));
+    assert_eq!(world.client.calibration().unwrap(), fake::calibration());
+    let to_tiny = MigrateRequest::new(vm("web"), host("tiny"));
+    let refused = problem(world.client.forecast(&ForecastRequest { migration: to_tiny, fresh: false }));
+    assert_eq!((refused.kind, refused.findings.len()), (ProblemKind::Refused, 1));
+    let asked = world.fake.asked();
+    assert!(asked[0].contains(r#""fresh":true"#) && asked[1].contains(r#""forecast":true"#), "{asked:?}");
+}
+
+#[test]
 fn bad_requests_get_a_problem_and_reach_nobody() {
     let world = world();
     let cases: &[(&str, &str, &str, u16, &str)] = &[
@@ -270,6 +287,8 @@ fn bad_requests_get_a_problem_and_reach_nobody() {
         ("GET", "/v1/migrations/web/latest", "", 404, "no migration of web"),
         ("GET", "/v1/migrations/web/3", "", 404, "web#3"),
         ("POST", "/v1/migrations/web/3/limits", r#"{"bandwith":3}"#, 400, "bandwith"),
+        ("POST", "/v1/migrations", r#"{"vm":"web","to":"beta","forecast":true}"#, 400, "not forecast"),
+        ("POST", "/v1/forecasts", r#"{"vm":"web","to":"beta"}"#, 400, "vm"),
     ];
     for (method, path, body, status, word) in cases {
         let (found, answer) = send(&world, method, path, body);

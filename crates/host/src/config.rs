@@ -16,6 +16,7 @@
 //! Everything else has a default. All keys with their meaning are in `docs/agent.example.toml`, which a test reads.
 //! Unknown keys are refused, and every error names the file, the line and the key, and has advice.
 
+mod controller;
 mod file;
 mod locate;
 
@@ -32,6 +33,7 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::pool::{Pool, PoolFormat, Storage};
 use api::MigrationSettings;
+pub use controller::ControllerConfig;
 
 /// Default path of the configuration.
 pub const DEFAULT_PATH: &str = "/etc/whimbrel/agent.toml";
@@ -61,6 +63,8 @@ pub struct Config {
     /// The witness that keeps the ownership registry; none if there is no registry. Always a key of `hosts`, never this
     /// host.
     pub registry: Option<HostId>,
+    /// The controller to which the agent connects; none if there is no controller.
+    pub controller: Option<ControllerConfig>,
     /// Settings for QEMU.
     pub qemu: QemuConfig,
     /// Taps and bridges of arriving VMs: name at the source → name here.
@@ -81,6 +85,8 @@ pub struct Config {
     pub migration: MigrationSettings,
     /// Fine adjustment of migrations from here.
     pub tuning: Tuning,
+    /// Forecasts of migrations from here.
+    pub forecast: ForecastConfig,
     /// Time-outs.
     pub timeouts: Timeouts,
     /// Socket of a test harness that is asked at every fault point. For tests of this program only: a program that
@@ -258,6 +264,19 @@ impl Default for RedirectionConfig {
             longest_s: longest.as_secs(),
         }
     }
+}
+
+/// Settings for forecasts.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ForecastConfig {
+    /// Interval at which all VMs are measured, in seconds; 0 to measure a VM only when a forecast is requested.
+    pub measure_every_s: u64,
+}
+
+impl ForecastConfig {
+    /// Shortest interval, in seconds.
+    pub(crate) const LEAST_EVERY_S: u64 = 3600;
 }
 
 /// Time-outs, in milliseconds.

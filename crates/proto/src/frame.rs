@@ -26,7 +26,8 @@ pub enum FrameKind {
     RoundEnd = 4,
     /// Acknowledgement: all frames up to a sequence number have been applied.
     Ack = 5,
-    /// Pages that were sent as references and that the destination does not have, see [`reference`].
+    /// Negative acknowledgement: pages of a frame, sent as references or deltas, whose content the destination could
+    /// not reconstruct; they are sent again. See [`reference`].
     Missing = 6,
     /// Pages whose contents are compressed, see [`packed`].
     Packed = 7,

@@ -127,6 +127,51 @@ impl fmt::Display for MigrationId {
     }
 }
 
+/// Id of a controller's command, which the controller chooses, and never uses for another command.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct CommandId(String);
+
+/// Error of a command's id that is empty, too long, or has a character other than letters, digits, `.`, `_`, `-` and `/`.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not a valid id of a command")]
+pub struct BadCommandId(pub String);
+
+impl CommandId {
+    /// Checks an id and wraps it.
+    pub fn new(id: impl Into<String>) -> Result<Self, BadCommandId> {
+        let id = id.into();
+        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | '/');
+        let good = !id.is_empty() && id.len() <= limits::COMMAND_ID_BYTES && id.chars().all(allowed);
+        if good { Ok(Self(id)) } else { Err(BadCommandId(id)) }
+    }
+
+    /// Returns the id as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<String> for CommandId {
+    type Error = BadCommandId;
+
+    fn try_from(id: String) -> Result<Self, BadCommandId> {
+        Self::new(id)
+    }
+}
+
+impl From<CommandId> for String {
+    fn from(id: CommandId) -> Self {
+        id.0
+    }
+}
+
+impl fmt::Display for CommandId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
 /// One QEMU process in one boot of the destination, made ready over one generation of connections. GO names an
 /// incarnation, and starts no other process.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -151,6 +196,15 @@ mod tests {
         for bad in ["", "-x", ".x", "a b", "a/b", "\u{e4}", &"x".repeat(limits::NAME_BYTES + 1)] {
             assert_eq!(VmName::new(bad), Err(BadName(bad.to_owned())));
             assert!(serde_json::from_value::<VmName>(serde_json::json!(bad)).is_err());
+        }
+    }
+
+    #[test]
+    fn ids_of_commands_are_checked_where_they_enter() {
+        assert_eq!(CommandId::new("e7/3").map(String::from), Ok("e7/3".to_owned()));
+        for bad in ["", "e 7", "e7\n", "\u{e4}", &"x".repeat(limits::COMMAND_ID_BYTES + 1)] {
+            assert_eq!(CommandId::new(bad), Err(BadCommandId(bad.to_owned())));
+            assert!(serde_json::from_value::<CommandId>(serde_json::json!(bad)).is_err());
         }
     }
 }

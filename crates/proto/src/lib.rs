@@ -53,6 +53,12 @@
 //! `Incomplete`, `Refused` or `Crashed`, or learns with `Inquire` what the destination has. Before COMMITTED the
 //! source may send `Abort`.
 //!
+//! An agent that has a controller connects to it, reports its VMs, and receives commands. No migration depends on that
+//! connection.
+//!
+//! A source that forecasts a migration measures the link on a connection for `Measurement`, which belongs to no migration:
+//! `Ping` and `Pong` show the round trip, `MeasureLink` with data in `Blob` frames, answered with `LinkMeasured`, the rate.
+//!
 //! # The envelope
 //!
 //! Every connection is TCP, with TLS 1.3 inside and certificates on both sides unless both configurations specify
@@ -88,7 +94,7 @@ pub mod reference;
 mod valid;
 mod version;
 
-pub use ids::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
+pub use ids::{CommandId, Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 pub use message::{Message, Purpose};
 pub use valid::Invalid;
 pub use version::Versions;

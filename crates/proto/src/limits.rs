@@ -93,8 +93,26 @@ pub const FAILED_FLOWS: usize = 256;
 /// Longest text about a tracked connection, in bytes.
 pub const FLOW_TEXT_BYTES: usize = 255;
 
+/// Longest data by which a link is measured at once, in bytes.
+pub const MEASURED_BYTES: u64 = 64 << 20;
+
 /// Most VLANs of one network card that are probed.
 pub const PROBED_VLANS: usize = 32;
 
 /// Most gateways of one network card that are asked.
 pub const PROBED_GATEWAYS: usize = 16;
+
+/// Longest id of a controller's command, in bytes.
+pub const COMMAND_ID_BYTES: usize = 127;
+
+/// Most commands in a controller's question about what an agent knows.
+pub const FLEET_COMMANDS: usize = 16384;
+
+/// Most changes in one report of an agent to its controller.
+pub const FLEET_CHANGES: usize = 64;
+
+/// Most names in one list of a report to a controller: peers, features, versions, NUMA nodes.
+pub const FLEET_NAMES: usize = 1024;
+
+/// Longest text of a report to a controller, in bytes.
+pub const FLEET_TEXT_BYTES: usize = 1024;

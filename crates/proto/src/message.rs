@@ -1,6 +1,7 @@
 //! Messages between the agents, as JSON.
 
 mod finding;
+pub(crate) mod fleet;
 mod network;
 mod proposal;
 mod redirection;
@@ -9,12 +10,17 @@ mod registry;
 use serde::{Deserialize, Serialize};
 
 pub use finding::{Finding, Severity, is_blocked};
+pub use fleet::{
+    CommandAnswer, CommandVerb, CpuFacts, EvacuationStanding, FleetChange, FleetReport, HostEvacuation,
+    HostFacts, HostLoad, MigrationFacts, MigrationProgress, MigrationStanding, MoveOrder, MovePolicy,
+    VmFacts,
+};
 pub use network::{CardClaims, CardFrames, ClaimedAddress, FailedFlow, NetworkProbe, ProbedCard};
 pub use proposal::{Acceptance, CopiedDisk, DiskMode, Proposal, ProposedDisk, RamBlock};
 pub use redirection::{RepointStep, TunnelRequest};
 pub use registry::{Offer, Ownership, RegistryReply, RegistryRequest};
 
-use crate::ids::{Epoch, Generation, HostId, Incarnation, MigrationId};
+use crate::ids::{CommandId, Epoch, Generation, HostId, Incarnation, MigrationId};
 
 /// First message on every connection, from the agent that connects.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,6 +79,10 @@ pub enum Purpose {
         /// The migration by which it has moved, or moves on.
         migration: MigrationId,
     },
+    /// Measurement of the link, for a forecast. No migration is concerned.
+    Measurement,
+    /// Reports of an agent to its controller, and commands of the controller; agent to controller.
+    Controller,
 }
 
 /// Default for a source that omits the field: the guest ran, because few guests are paused.
@@ -337,6 +347,19 @@ pub enum Message {
         /// The decision.
         verdict: Verdict,
     },
+    /// Source, on a connection for that: measures the rate of the link by these bytes, which follow in `Blob` frames and
+    /// mean nothing. Answered with [`Message::LinkMeasured`].
+    MeasureLink {
+        /// Length of the data that follows, in bytes.
+        bytes: u64,
+    },
+    /// Destination: answers [`Message::MeasureLink`] once all of its data has arrived.
+    LinkMeasured {
+        /// Length of the data after the first frame, in bytes.
+        bytes: u64,
+        /// Time from the arrival of the first frame to that of the last one, in microseconds.
+        duration_us: u64,
+    },
     /// Either agent: checks that the peer answers.
     Ping,
     /// Answer to [`Message::Ping`].
@@ -383,6 +406,30 @@ pub enum Message {
         /// Reason for which the step was not done.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         error: Option<String>,
+    },
+    /// Controller, first message to an agent: the term of the controller. Agent, if it has seen a larger one: that term, before
+    /// it closes the connection.
+    ControllerTerm {
+        /// The term.
+        term: u64,
+    },
+    /// Controller, to an agent: requests an action. Answered with [`FleetReport::Answer`].
+    FleetCommand {
+        /// Term of the controller that sends it.
+        term: u64,
+        /// Id, which stays the same when it is sent again.
+        id: CommandId,
+        /// The action.
+        command: CommandVerb,
+    },
+    /// Controller, to an agent that has asked for the evacuation of its host: its state, also when that changes.
+    HostEvacuation(HostEvacuation),
+    /// Agent, to its controller.
+    FleetReport {
+        /// Number of the report on this connection, from 1 on.
+        seq: u64,
+        /// The report.
+        report: FleetReport,
     },
 }
 

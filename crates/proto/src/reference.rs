@@ -77,7 +77,8 @@ impl Reference {
     }
 }
 
-/// Encodes the payload of a `Missing` frame: missing pages of the chunk of frame `seq`.
+/// Encodes the payload of a `Missing` frame: pages of the chunk of frame `seq` whose content could not be
+/// reconstructed.
 pub fn encode_missing(seq: u64, pages: &[u64; CHUNK_WORDS]) -> [u8; MISSING_BYTES] {
     let mut bytes = [0; MISSING_BYTES];
     let (head, words) = bytes.split_at_mut(8);

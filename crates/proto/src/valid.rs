@@ -1,13 +1,15 @@
 //! Limits on the contents of messages, beyond their form. The link checks every message on arrival, so that all
 //! receivers can rely on these limits. The receiver checks that the contents are true.
 
+mod fleet;
+
 use std::collections::BTreeSet;
 
 use crate::ids::Incarnation;
 use crate::limits;
 use crate::message::{
-    Acceptance, CardClaims, CardFrames, HashedRun, Message, NetworkProbe, Ownership, ProbedCard, Proposal,
-    ProposedDisk, RamBlock, RegistryReply, RegistryRequest, Verdict,
+    Acceptance, CardClaims, CardFrames, CommandVerb, HashedRun, Message, NetworkProbe, Ownership, ProbedCard,
+    Proposal, ProposedDisk, RamBlock, RegistryReply, RegistryRequest, Verdict,
 };
 use crate::missing_pages::ENTRY_BYTES;
 
@@ -104,6 +106,9 @@ pub enum Invalid {
     /// Length of the changes to tracked connections: zero, or beyond the limit.
     #[error("{0} bytes of tracked connections; 1 to {max} are allowed", max = limits::FLOWS_BYTES)]
     FlowsBytes(u64),
+    /// Length of the data by which a link is measured: zero, or beyond the limit.
+    #[error("{0} bytes to measure a link; 1 to {max} are allowed", max = limits::MEASURED_BYTES)]
+    MeasuredBytes(u64),
     /// The process id is 0.
     #[error("process id 0")]
     Pid,
@@ -163,6 +168,9 @@ impl Message {
             Self::Flows { bytes } if !(1..=limits::FLOWS_BYTES).contains(bytes) => {
                 Err(Invalid::FlowsBytes(*bytes))
             }
+            Self::MeasureLink { bytes } if !(1..=limits::MEASURED_BYTES).contains(bytes) => {
+                Err(Invalid::MeasuredBytes(*bytes))
+            }
             Self::FlowsInstalled { failed, .. } => {
                 at_most("tracked connections", failed.len(), limits::FAILED_FLOWS)?;
                 failed.iter().try_for_each(|failed| {
@@ -202,12 +210,18 @@ impl Message {
             | Self::RegistryReply(RegistryReply::Record { record: Some(ownership) }) => ownership.validate(),
             Self::AskTunnelEnd(request) => text("a MAC address", &request.card, limits::NAME_BYTES),
             Self::Accept(acceptance) => acceptance.validate(),
+            Self::FleetReport { report, .. } => report.validate(),
+            Self::FleetCommand { command: CommandVerb::Facts { commands }, .. } => {
+                at_most("commands", commands.len(), limits::FLEET_COMMANDS)
+            }
             Self::Reject { .. }
             | Self::Resume
             | Self::Resumed
             | Self::Discarded { .. }
             | Self::PagesComplete
             | Self::Flows { .. }
+            | Self::MeasureLink { .. }
+            | Self::LinkMeasured { .. }
             | Self::Frozen { .. }
             | Self::Running { .. }
             | Self::Incomplete { .. }
@@ -216,6 +230,9 @@ impl Message {
             | Self::TunnelEnd { .. }
             | Self::Repoint { .. }
             | Self::Repointed { .. }
+            | Self::ControllerTerm { .. }
+            | Self::FleetCommand { .. }
+            | Self::HostEvacuation(_)
             | Self::Refused { .. }
             | Self::Crashed { .. }
             | Self::Inquire { .. }

@@ -73,6 +73,7 @@ fn page() -> String {
         ("Pages that are sent again", include_str!("../src/delta.rs")),
         ("References", include_str!("../src/reference.rs")),
         ("Pages that arrive after the guest", include_str!("../src/missing_pages.rs")),
+        ("Agents and their controller", include_str!("../src/message/fleet.rs")),
         ("Limits on the contents of messages", include_str!("../src/valid.rs")),
     ] {
         write!(page, "\n## {title}\n\n{}", deeper(&module_page(source))).unwrap();

@@ -245,6 +245,16 @@ fn network_cards() {
 }
 
 #[test]
+fn measurements_of_a_link() {
+    for bytes in [1, limits::MEASURED_BYTES] {
+        assert_eq!(Message::MeasureLink { bytes }.validate(), Ok(()));
+    }
+    for bytes in [0, limits::MEASURED_BYTES + 1] {
+        assert_eq!(Message::MeasureLink { bytes }.validate(), Err(Invalid::MeasuredBytes(bytes)));
+    }
+}
+
+#[test]
 fn tracked_connections() {
     assert_eq!(Message::Flows { bytes: limits::FLOWS_BYTES }.validate(), Ok(()));
     for bytes in [0, limits::FLOWS_BYTES + 1] {

@@ -26,6 +26,9 @@
 //! One agent: it holds a lock on the directory as long as it lives. The kernel releases the lock with the process,
 //! however that ends.
 
+mod changes;
+mod commands;
+mod forecasts;
 mod migrations;
 mod record;
 mod reserve;
@@ -43,6 +46,8 @@ use proto::{Epoch, MigrationId, VmName};
 use rusqlite::{Connection, ErrorCode};
 use rustix::fs::{FlockOperation, flock};
 
+use changes::ChangeCounter;
+pub use commands::CommandRecord;
 pub use record::{MigrationRecord, NewMigration, State};
 use reserve::Reserve;
 pub use vms::VmRecord;
@@ -90,6 +95,7 @@ pub struct Journal {
     connection: Mutex<OpenDatabase>,
     path: PathBuf,
     redact: Redaction,
+    changes: ChangeCounter,
     /// Device and inode of the database.
     file: (u64, u64),
     // Held for its lock.
@@ -211,6 +217,10 @@ pub enum JournalError {
 impl Journal {
     /// Opens the journal in a state directory, makes it if there is none, and migrates an older format. `redact` removes
     /// the secrets from descriptions before they are stored.
+    ///
+    /// # Errors
+    /// If the directory cannot be written, another agent has locked it, or the database is damaged or of a newer
+    /// format.
     pub fn open(state_dir: &Path, redact: Redaction) -> Result<Self, JournalError> {
         let directory = |path: &Path| {
             let path = path.to_owned();
@@ -223,7 +233,8 @@ impl Journal {
         let reserve = Reserve::open(&path).map_err(directory(&path))?;
         let file = identity(&path).map_err(directory(&path))?;
         let open = OpenDatabase { connection, durability: Durability::Synced, reserve };
-        Ok(Self { connection: Mutex::new(open), path, redact, file, _lock: lock })
+        let changes = ChangeCounter::default();
+        Ok(Self { connection: Mutex::new(open), path, redact, changes, file, _lock: lock })
     }
 
     /// Returns the database's path.
@@ -232,6 +243,9 @@ impl Journal {
     }
 
     /// Folds the write-ahead log into the database. Syncs, so not while a guest is stopped.
+    ///
+    /// # Errors
+    /// If SQLite cannot write the database. The entries stay in the log.
     pub fn tidy(&self) -> Result<(), JournalError> {
         self.guard()
             .connection
@@ -262,7 +276,18 @@ impl Journal {
             .map_err(self.failed(doing))?;
         let result = work(&transaction).map_err(|inner| self.outer(doing, inner))?;
         transaction.commit().map_err(self.failed(doing))?;
+        self.changes.advance();
         Ok(result)
+    }
+
+    /// Waits until the number of changes to the journal differs from `seen`, or for `patience`. Returns the number.
+    pub fn wait_for_change(&self, seen: u64, patience: Duration) -> u64 {
+        self.changes.wait(seen, patience)
+    }
+
+    /// Ends all waits for a change, as if there had been one.
+    pub fn wake(&self) {
+        self.changes.advance();
     }
 
     /// Runs reads.

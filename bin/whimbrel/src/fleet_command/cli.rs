@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use api::{BadName, HostId};
 use clap::{Args, Subcommand, ValueEnum};
 use engine::planner::inventory::PlatformChange;
 use fleet::power_curve::PowerCurve;
@@ -10,6 +11,33 @@ use fleet::vms::POLICIES;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum FleetCommand {
+    /// Show the controller, and what its fleet does
+    Status,
+    /// List hosts with their state, use and VMs
+    Hosts,
+    /// List the VMs of all hosts
+    Vms,
+    /// List events: hosts, VMs, migrations and evacuations
+    Events {
+        /// Wait for further events, until Ctrl-C
+        #[arg(long)]
+        follow: bool,
+        /// Only events after the one with this number; by default the last 100, or with --follow new ones
+        #[arg(long, value_name = "NUMBER")]
+        after: Option<u64>,
+    },
+    /// Let a host accept no more VMs
+    Cordon(CordonOptions),
+    /// Let a host accept VMs again
+    Uncordon(CordonOptions),
+    /// Forget a host that has no agent any longer
+    Forget {
+        /// The host
+        #[arg(value_parser = host_id)]
+        host: HostId,
+    },
+    /// Print the inventory that the controller plans with, for `fleet plan` and `fleet matrix`
+    Inventory,
     /// Simulate a fleet on traces, without an agent
     Simulate {
         #[command(subcommand)]
@@ -21,6 +49,20 @@ pub(crate) enum FleetCommand {
     Plan(PlanOptions),
     /// Show which VM could run where, why not, and the CPU model that all hosts have
     Matrix(MatrixOptions),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CordonOptions {
+    /// The host
+    #[arg(value_parser = host_id, required_unless_present = "this_host")]
+    pub host: Option<HostId>,
+    /// The host on which this is run, by its agent: also where no controller answers
+    #[arg(long, conflicts_with = "host")]
+    pub this_host: bool,
+}
+
+fn host_id(name: &str) -> Result<HostId, BadName> {
+    HostId::new(name)
 }
 
 #[derive(Debug, Args)]

@@ -4,21 +4,17 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
-use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
-use engine::handover::{Illegal, MigrationTerms, Step, Transition};
+use engine::handover::destination::DestinationEvent;
 use link::transport::Channel;
 use link::{ConnectedPeer, Incoming, Rejected};
-use proto::message::{Message, PageRequest, Verdict};
+use proto::message::{Message, Verdict};
 use proto::{Epoch, Generation, MigrationId, Purpose};
 use tracing::{debug, warn};
 
 use super::{Daemon, DriverMailbox};
-use host::repointing;
-use migrate::destination::DestinationMailbox;
+use host::{link_rate, repointing};
+use migrate::destination::{DestinationMailbox, answers_from_journal};
 use migrate::source as from;
-use migrate::unexpected_page;
-use store::journal::State;
 
 /// Longest wait for a proposal on a new connection.
 const PROPOSAL_PATIENCE: Duration = Duration::from_secs(10);
@@ -45,6 +41,9 @@ impl Daemon {
                     "this agent is not a witness; check `registry` in the configuration of both hosts",
                 ),
             },
+            Purpose::Controller => arrival.refuse(
+                "this is an agent, not a controller; check `[controller]` in the configuration of your agent",
+            ),
             _ if self.witness.is_some() => {
                 arrival.refuse("this agent is a witness; VMs cannot be migrated here");
             }
@@ -63,6 +62,14 @@ impl Daemon {
                     self.about_redirection(connection, &migration);
                 }
             }
+            Purpose::Measurement if !self.drivers().is_empty() => {
+                arrival.refuse("a migration uses the link of this host; measure it later");
+            }
+            Purpose::Measurement => {
+                if let Some(connection) = accepted(arrival) {
+                    link_rate::answer(connection);
+                }
+            }
             Purpose::Data { .. } => arrival.refuse("no data stream is expected here"),
         }
     }
@@ -78,7 +85,9 @@ impl Daemon {
             | Purpose::Frames { migration }
             | Purpose::Flows { migration } => (migration, false),
             Purpose::Handover { migration } => (migration, true),
-            Purpose::Redirection { .. } | Purpose::Registry => return Ok(()),
+            Purpose::Redirection { .. } | Purpose::Registry | Purpose::Measurement | Purpose::Controller => {
+                return Ok(());
+            }
         };
         if i64::try_from(id.epoch.0).is_err() {
             return Err(format!("{} is not a valid epoch", id.epoch));
@@ -122,7 +131,8 @@ impl Daemon {
     /// Refuses a source that reconnects to a migration that is over here. The source may not know that this host has
     /// discarded its copy, and would otherwise try again and again.
     fn refuse_late_source(&self, arrival: ConnectedPeer, id: &MigrationId) {
-        let final_reply = self.answers_from_journal(id, &DestinationEvent::Asked { epoch: id.epoch });
+        let final_reply =
+            answers_from_journal(&self.context, id, &DestinationEvent::Asked { epoch: id.epoch });
         match final_reply.into_iter().find(|final_reply| matches!(final_reply, Message::Refused { .. })) {
             Some(refused) => {
                 let Some(mut connection) = accepted(arrival) else { return };
@@ -225,9 +235,11 @@ impl Daemon {
             Message::Ping => vec![Message::Pong],
             Message::Ask { epoch } => vec![self.verdict(id, epoch)],
             Message::Go { epoch, incarnation, run } => {
-                self.answers_from_journal(id, &DestinationEvent::Go { epoch, incarnation, run })
+                answers_from_journal(&self.context, id, &DestinationEvent::Go { epoch, incarnation, run })
             }
-            Message::Inquire { epoch } => self.answers_from_journal(id, &DestinationEvent::Asked { epoch }),
+            Message::Inquire { epoch } => {
+                answers_from_journal(&self.context, id, &DestinationEvent::Asked { epoch })
+            }
             Message::Running { .. }
             | Message::Refused { .. }
             | Message::Crashed { .. }
@@ -256,110 +268,8 @@ impl Daemon {
                 return answer.recv_timeout(patience).unwrap_or(undecided);
             }
         }
-        let verdict = match self.context.journal.migration(id) {
-            Ok(Some(record)) => match &record.state {
-                State::Source(state) => return final_source_answer(&record.terms, state, epoch),
-                State::Destination(_) => Verdict::Undecided,
-            },
-            // PREPARED is journalled before the destination learns of a migration. If the journal does not have it, the
-            // peer knows more than this journal, which must have been emptied or made anew. The answer is that nothing
-            // is decided.
-            Ok(None) => {
-                warn!(
-                    migration = %id,
-                    "received a query about a migration that is not in the journal; is it the right journal?"
-                );
-                Verdict::Undecided
-            }
-            Err(error) => {
-                warn!(migration = %id, error = crate::chain(&error), "cannot read the journal");
-                Verdict::Undecided
-            }
-        };
-        Message::Verdict { epoch, verdict }
+        from::answer_from_journal(&self.context, id, epoch)
     }
-
-    /// Returns this host's answers, as the destination, about a migration without a driver.
-    fn answers_from_journal(&self, id: &MigrationId, event: &DestinationEvent) -> Vec<Message> {
-        let (terms, state, why, unexpected_page) = match self.context.journal.migration(id) {
-            Ok(Some(record)) => match &record.state {
-                State::Destination(state) => {
-                    let unexpected_page = unexpected_page::of_record(&record);
-                    (record.terms, state.clone(), record.message, unexpected_page)
-                }
-                State::Source(_) => return vec![],
-            },
-            // PREPARED is synced before the source learns of it, and the source asks only a destination that has
-            // accepted: this journal has been emptied or made anew. The VM may run here, so REFUSED could make two of
-            // it.
-            Ok(None) => {
-                warn!(
-                    migration = %id,
-                    "received a query about a migration that is not in the journal; is it the right journal?"
-                );
-                return vec![];
-            }
-            Err(error) => {
-                warn!(migration = %id, error = crate::chain(&error), "cannot read the journal");
-                return vec![];
-            }
-        };
-        final_reply(&terms, &state, event, (why.as_deref(), unexpected_page))
-    }
-}
-
-/// Returns the engine's answer for a source whose migration is over.
-fn final_source_answer(terms: &MigrationTerms, state: &SourceState, epoch: Epoch) -> Message {
-    let answer = |effect| match effect {
-        SourceEffect::Answer(verdict) => Some(Message::Verdict { epoch, verdict }),
-        SourceEffect::AskDestination => Some(Message::Inquire { epoch }),
-        _ => None,
-    };
-    let step = moved(source(terms, state, &SourceEvent::Asked { epoch })).filter(|step| step.to == *state);
-    step.and_then(|step| step.effects.into_iter().find_map(answer))
-        .unwrap_or(Message::Verdict { epoch, verdict: Verdict::Undecided })
-}
-
-fn moved<S, E>(step: Result<Step<S, E>, Illegal>) -> Option<Transition<S, E>> {
-    match step {
-        Ok(Step::Transition(moved)) => Some(moved),
-        _ => None,
-    }
-}
-
-/// Returns the engine's answers for a destination whose migration is over.
-fn final_reply(
-    terms: &MigrationTerms,
-    state: &DestinationState,
-    event: &DestinationEvent,
-    (why, unexpected_page): (Option<&str>, Option<PageRequest>),
-) -> Vec<Message> {
-    let epoch = terms.epoch();
-    // An event that changes the state is answered by its driver, after the journal has it.
-    let Some(step) = moved(destination(terms, state, event)).filter(|step| step.to == *state) else {
-        return vec![];
-    };
-    step.effects
-        .iter()
-        .filter_map(|effect| match effect {
-            DestinationEffect::SendRunning => Some(Message::Running {
-                epoch,
-                continue_us: 0,
-                since_us: 0,
-                resumed_us: None,
-                agent_cpu_us: None,
-                unexpected_page,
-            }),
-            DestinationEffect::SendRefused => {
-                Some(Message::Refused { epoch, reason: why.unwrap_or("this copy was discarded").to_owned() })
-            }
-            DestinationEffect::SendCrashed => Some(Message::Crashed {
-                epoch,
-                reason: "its QEMU has ended, and may have run the guest".to_owned(),
-            }),
-            _ => None,
-        })
-        .collect()
 }
 
 fn accepted(arrival: ConnectedPeer) -> Option<Channel> {

@@ -15,9 +15,10 @@ use api::Control;
 use api::progress::{Publisher, Standing, Watcher};
 use api::report::Report;
 use api::{
-    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
-    LeftoverImage, Limits, MigrateRequest, MigrationOptions, MigrationStatus, NetworkState, RecoverReport,
-    RecoverRequest, RunRequest, VmDetail, VmSummary,
+    AdoptRequest, Adopted, AgentInfo, CalibrationReport, CancelOutcome, CheckReport, ClaimReport,
+    ClaimRequest, ControllerInfo, Cordon, EvacuateHostRequest, Forecast, ForecastRequest, Forgotten,
+    HostEvacuation, LeftoverImage, Limits, MigrateRequest, MigrationOptions, MigrationStatus, NetworkState,
+    RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
 };
 use api::{Problem, ProblemKind};
 use host::{leftover_images, net_show, preflight, redirections, vms};
@@ -53,6 +54,11 @@ impl Control for UserApi {
             kernel,
             kernel_features,
             pid: std::process::id(),
+            cordoned: self.context.journal.is_cordoned().unwrap_or(true),
+            controller: config.controller.as_ref().map(|controller| ControllerInfo {
+                name: controller.name.clone(),
+                connected: self.controller_link.is_connected(),
+            }),
             templates: self.context.templates.infos(),
         }
     }
@@ -120,6 +126,14 @@ impl Control for UserApi {
         let record = self.known(vm)?;
         self.check_not_in_migration(vm)?;
         vms::claim(&self.context, &record, &request)
+    }
+
+    fn forecast(&self, request: ForecastRequest) -> Result<Forecast, Problem> {
+        self.forecast_request(&request)
+    }
+
+    fn calibration(&self) -> Result<CalibrationReport, Problem> {
+        self.forecast_record()
     }
 
     fn check(&self, request: MigrateRequest) -> Result<CheckReport, Problem> {
@@ -236,6 +250,33 @@ impl Control for UserApi {
 
     fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftoverImage>, Problem> {
         leftover_images::remove(&self.context, vm, leftover_images::ImageSelection::Ended)
+    }
+
+    fn set_cordoned(&self, cordoned: bool) -> Result<Cordon, Problem> {
+        self.context.journal.set_cordoned(cordoned).map_err(|error| internal(&error))?;
+        Ok(Cordon { host: self.context.config.host.clone(), cordoned })
+    }
+
+    fn ask_for_evacuation(&self, request: &EvacuateHostRequest) -> Result<HostEvacuation, Problem> {
+        if !self.controller_link.ask_for_evacuation(request.within_s) {
+            let error = "this host has no connection to a controller";
+            let advice =
+                "see `[controller]` in the configuration, and `whimbrel info`; or migrate the VMs one by one";
+            return Err(Problem::new(ProblemKind::Unavailable, error, advice));
+        }
+        self.context.journal.wake();
+        self.evacuation()
+    }
+
+    fn evacuation(&self) -> Result<HostEvacuation, Problem> {
+        self.controller_link.evacuation(&self.0).ok_or_else(|| {
+            let advice = "`whimbrel evacuate --this-host` asks for it";
+            Problem::new(ProblemKind::NotFound, "no evacuation of this host was asked for", advice)
+        })
+    }
+
+    fn metrics(&self) -> Result<String, Problem> {
+        self.0.metrics().map_err(|error| internal(&error))
     }
 
     fn network(&self) -> Result<NetworkState, Problem> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
 use engine::handover::source::SourceState;
-use proto::message::{Finding, Proposal, is_blocked};
+use proto::message::{Acceptance, Finding, Proposal, ProposedDisk, is_blocked};
 use proto::{MigrationId, VmName};
 use tracing::warn;
 
@@ -35,9 +35,30 @@ struct Offer {
     prober: Option<preflight::Prober>,
 }
 
+/// A migration that both hosts have checked.
+pub(super) struct CheckedMigration {
+    /// The request, with the addresses that need not be named.
+    pub(super) request: MigrateRequest,
+    pub(super) report: CheckReport,
+    pub(super) disks: Vec<ProposedDisk>,
+    /// The destination's answer; absent if it would reject the VM.
+    pub(super) acceptance: Option<Acceptance>,
+}
+
 impl Daemon {
-    /// Runs the pre-flight checks of both hosts; neither stores anything.
+    /// Runs the pre-flight checks of both hosts, and forecasts the migration if that is requested.
     pub(super) fn check_both(&self, request: &MigrateRequest) -> Result<CheckReport, Problem> {
+        let checked = self.check_in_full(request)?;
+        let forecast = if request.forecast && checked.report.possible {
+            Some(Box::new(self.forecast_checked(&checked, false)?))
+        } else {
+            None
+        };
+        Ok(CheckReport { forecast, ..checked.report })
+    }
+
+    /// Runs the pre-flight checks of both hosts; neither stores anything.
+    pub(super) fn check_in_full(&self, request: &MigrateRequest) -> Result<CheckedMigration, Problem> {
         let (vm, to) = (request.vm.clone(), request.to.clone());
         let record = self.known(&vm)?;
         self.has_not_ended(&record)?;
@@ -55,6 +76,7 @@ impl Daemon {
             ram_kind: None,
             source_findings: offer.findings,
             destination_findings: Vec::new(),
+            forecast: None,
         };
         let largest = self.context.journal.largest_epoch(&vm).map_err(|error| internal(&error))?;
         let id = MigrationId { vm, epoch: largest.next() };
@@ -64,21 +86,23 @@ impl Daemon {
             Ok(redirection) => offer.proposal.redirection = redirection,
             Err(found) => report.source_findings.push(found),
         }
-        match preflight::ask(&self.context, &report.to, id, offer.proposal) {
-            Ok((findings, ram_kind)) => {
+        let disks = offer.proposal.disks.clone();
+        let acceptance = match preflight::ask(&self.context, &report.to, id, offer.proposal) {
+            Ok((findings, acceptance)) => {
                 // The destination also reports the source's blockers, from the facts that it received.
                 let is_new = |found: &Finding| !report.source_findings.contains(found);
                 report.destination_findings = findings.into_iter().filter(is_new).collect();
-                report.ram_kind = ram_kind;
+                report.ram_kind = acceptance.as_ref().map(|acceptance| acceptance.ram_kind.clone());
+                acceptance
             }
             Err(error) => {
                 let advice = "make sure that the agent runs there, that the address is correct, and that \
                               both use the same [tls]";
                 return Err(Problem::caused_by(ProblemKind::Unavailable, &error, advice));
             }
-        }
+        };
         report.possible = !is_blocked(&report.source_findings) && !is_blocked(&report.destination_findings);
-        Ok(report)
+        Ok(CheckedMigration { request: request.clone(), report, disks, acceptance })
     }
 
     /// Begins a migration; its driver continues by itself.
@@ -91,6 +115,8 @@ impl Daemon {
         let record = self.known(&request.vm)?;
         self.check_not_in_migration(&request.vm)?;
         self.has_not_ended(&record)?;
+        // Only the migration tracks the VM's writes, and uses its monitor.
+        self.measurements.interrupt(&request.vm);
         let mut offer = self.offer(&record, request, false)?;
         if is_blocked(&offer.findings) {
             return Err(refused(&request.vm, offer.findings));
@@ -324,7 +350,7 @@ impl Daemon {
 }
 
 /// Refuses a migration for these findings.
-fn refused(vm: &VmName, findings: Vec<Finding>) -> Problem {
+pub(super) fn refused(vm: &VmName, findings: Vec<Finding>) -> Problem {
     let error = format!("{vm} cannot be migrated");
     Problem::new(ProblemKind::Refused, error, "see the findings, each with advice").with_findings(findings)
 }

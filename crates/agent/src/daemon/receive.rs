@@ -101,8 +101,25 @@ impl Daemon {
                 "use the same version of whimbrel on both hosts",
             )
         })?;
+        self.check_not_cordoned()?;
         self.check_name_is_free(id, proposal.check_only)?;
         preflight::destination(&self.context, from, id, proposal)
+    }
+
+    /// Checks that this host accepts VMs.
+    fn check_not_cordoned(&self) -> Result<(), Vec<Finding>> {
+        match self.context.journal.is_cordoned() {
+            Ok(false) => Ok(()),
+            Ok(true) => {
+                let what = format!("{} is cordoned: it accepts no VMs", self.context.config.host);
+                Err(blocker("host-cordoned", what, "choose another host, or run `whimbrel fleet uncordon`"))
+            }
+            Err(error) => Err(blocker(
+                "journal-unusable",
+                crate::chain(&error),
+                "repair the journal on the destination",
+            )),
+        }
     }
 
     /// Checks that the VM's name is free here.

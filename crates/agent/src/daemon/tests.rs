@@ -19,7 +19,7 @@ use migrate::source::{Goals, MigrationControls};
 use store::journal::{Durability, State};
 
 fn daemon(world: &World) -> Arc<Daemon> {
-    Arc::new(Daemon { context: Arc::clone(&world.context), drivers: Mutex::default(), witness: None })
+    Arc::new(Daemon::new(Arc::clone(&world.context), None))
 }
 
 /// Serves peers.
@@ -84,6 +84,54 @@ fn a_host_left_before_asks_about_redirections_and_no_more() {
     assert!(matches!(&refused, Message::Repointed { error: Some(_) }), "{refused:?}");
     before.send_message(&Message::Ping);
     assert_eq!(before.receive_until_closed(), []);
+}
+
+#[test]
+fn the_link_is_measured_unless_a_migration_uses_it() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let (_serving, address) = serve(&daemon);
+    let mut peer = Other::connect("c", address, Purpose::Measurement).unwrap();
+    peer.send_message(&Message::MeasureLink { bytes: 2 });
+    peer.0.send_blob(&[7; 2]).unwrap();
+    assert!(matches!(peer.receive_message(), Message::LinkMeasured { bytes: 0, .. }));
+    let _driver_slot = daemon.driver_slot(&id(1), driven()).unwrap();
+    let refused = Other::connect("c", address, Purpose::Measurement).map(drop).unwrap_err();
+    assert!(crate::chain(&refused).contains("a migration uses the link"), "{}", crate::chain(&refused));
+}
+
+/// A migration ends the measurement of its VM, also where it fails later.
+#[test]
+fn a_migration_that_begins_ends_the_measurement_of_its_vm() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let qemu = Qemu::start(world.folder.path());
+    world.context.journal.put_vm(&qemu.record()).unwrap();
+    let request = serde_json::from_value(serde_json::json!({ "vm": "web", "to": "b" })).unwrap();
+    let running = daemon.measurements.begin(&host::testing::vm()).unwrap();
+    let beginning = std::thread::spawn({
+        let daemon = Arc::clone(&daemon);
+        move || daemon.begin(&request).map(drop)
+    });
+    eventually("the measurement is to end", || running.is_interrupted());
+    assert!(!beginning.is_finished(), "the migration waits for that");
+    drop(running);
+    // Its QEMU is none.
+    beginning.join().unwrap().unwrap_err();
+}
+
+#[test]
+fn a_vm_in_a_migration_is_neither_measured_nor_forecast() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let qemu = Qemu::start(world.folder.path());
+    world.context.journal.put_vm(&qemu.record()).unwrap();
+    world.journalled(&terms("a", "b"), State::Source(SourceState::Prepared { run: true }));
+    let migration = serde_json::from_value(serde_json::json!({ "vm": "web", "to": "b" })).unwrap();
+    let request = api::ForecastRequest { migration, fresh: true };
+    let problem = control::UserApi(Arc::clone(&daemon)).forecast(request).map(drop).unwrap_err();
+    assert_eq!(problem.kind, ProblemKind::Conflict);
+    assert!(problem.error.contains("already in a migration, web#1"), "{problem:?}");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use proto::limits::PAGE_BYTES;
 use proto::message::CardFrames;
 
 use super::numbers::{bytes, milliseconds, rate, seconds, to_the_second};
-use super::{Downtime, Event, Outcome, PostCopy, Report, Round, Waiting, connections, reductions};
+use super::{Downtime, Event, Outcome, PostCopy, Report, Round, Waiting, connections, forecast, reductions};
 
 impl Outcome {
     /// Returns the outcome as text.
@@ -29,6 +29,7 @@ const PARTS: &[fn(&Report, &mut String) -> fmt::Result] = &[
     outcome,
     time,
     downtime,
+    forecast::write,
     disks,
     memory,
     qemu_versions,

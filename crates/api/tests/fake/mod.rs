@@ -7,19 +7,24 @@
 #![allow(dead_code, reason = "each test program uses a part of it")]
 #![allow(clippy::unwrap_used, reason = "only tests use it")]
 
+mod forecasts;
+mod network;
+
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use crate::api::progress::{Phase, Progress, Publisher, Standing, Watcher};
 use crate::api::report::{Downtime, Measured, Outcome, Report, Round};
 use crate::api::{
-    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Control, Epoch,
-    Finding, Forgotten, HostId, KernelFeature, LeftoverImage, Limits, MigrateRequest, MigrationId,
-    MigrationSettings, MigrationStatus, NameChanges, NameRecord, NameStanding, NamesGoal, NetworkItem,
-    NetworkItemKind, NetworkItemStanding, NetworkState, OpenNames, Problem, ProblemKind, RecoverAction,
-    RecoverReport, RecoverRequest, RedirectionStage, Role, RunRequest, Severity, StandingRedirection,
-    VmDetail, VmName, VmSummary,
+    AdoptRequest, Adopted, AgentInfo, CalibrationReport, CancelOutcome, CheckReport, ClaimReport,
+    ClaimRequest, Control, Cordon, Epoch, EvacuateHostRequest, Finding, Forecast, ForecastRequest, Forgotten,
+    HostEvacuation, HostId, KernelFeature, LeftoverImage, Limits, MigrateRequest, MigrationId,
+    MigrationSettings, MigrationStatus, NetworkState, Problem, ProblemKind, RecoverAction, RecoverReport,
+    RecoverRequest, Role, RunRequest, Severity, VmDetail, VmName, VmSummary,
 };
+
+pub(crate) use forecasts::{calibration, forecast};
+pub(crate) use network::network_state;
 
 /// The fake control; see the module.
 #[derive(Default)]
@@ -76,57 +81,6 @@ pub(crate) fn left_image() -> LeftoverImage {
     }
 }
 
-/// Returns a table in use, a device that is left over, and a name that has changed.
-pub(crate) fn network_state() -> NetworkState {
-    let item = |epoch| NetworkItem {
-        kind: NetworkItemKind::Table,
-        name: format!("netdev whimbrel-web1#{epoch}"),
-        interfaces: vec!["tap0".to_owned()],
-        migration: Some(MigrationId { vm: vm("web1"), epoch: Epoch(epoch) }),
-        begun: Some("2026-01-01T00:00:00.000Z".to_owned()),
-        age_s: Some(7),
-        standing: NetworkItemStanding::InUse,
-        advice: None,
-    };
-    let left = NetworkItem {
-        kind: NetworkItemKind::Device,
-        name: "whimbrel4".to_owned(),
-        interfaces: Vec::new(),
-        age_s: Some(7200),
-        standing: NetworkItemStanding::LeftOver,
-        advice: Some("restart the agent".to_owned()),
-        ..item(2)
-    };
-    let redirection = StandingRedirection {
-        migration: MigrationId { vm: vm("web1"), epoch: Epoch(3) },
-        at: host("beta"),
-        left: vec![host("alpha")],
-        tunnel: Some("WireGuard".to_owned()),
-        addresses: vec!["192.0.2.5=198.51.100.5".parse().unwrap()],
-        stage: RedirectionStage::Active,
-        age_s: 7,
-        connections: Some(2),
-    };
-    let record = NameRecord {
-        name: "web.example.org".to_owned(),
-        kind: "A".to_owned(),
-        before: vec!["192.0.2.10".to_owned()],
-        after: vec!["198.51.100.7".to_owned()],
-        standing: NameStanding::Made,
-        ttl_s: Some(5),
-        serial: Some(9),
-        detail: "changed, with a low TTL (TTL 5 s, serial 9)".to_owned(),
-    };
-    let changes = NameChanges {
-        goal: NamesGoal::Switched,
-        reached: true,
-        old_until_unix_s: Some(1_767_225_600),
-        records: vec![record],
-    };
-    let names = vec![OpenNames { migration: MigrationId { vm: vm("web1"), epoch: Epoch(2) }, changes }];
-    NetworkState { redirections: vec![redirection], items: vec![item(3), left], unread: Vec::new(), names }
-}
-
 fn unknown_vm(name: &VmName) -> Problem {
     Problem::new(
         ProblemKind::NotFound,
@@ -175,6 +129,7 @@ impl Fake {
             ram_kind: Some("memfd".into()),
             source_findings: vec![finding(Severity::Info, "ram", "512 MiB in 1 block", "")],
             destination_findings: Vec::new(),
+            forecast: None,
         };
         match request.to.as_str() {
             "beta" | "broken" | "limbo" | "far" => {}
@@ -240,6 +195,8 @@ impl Control for Fake {
             }],
             templates: Vec::new(),
             pid: 1,
+            cordoned: false,
+            controller: None,
         }
     }
 
@@ -319,9 +276,25 @@ impl Control for Fake {
         Ok(ClaimReport { vm: name.clone(), owner: None, risked, done: request.accept_risk })
     }
 
+    fn forecast(&self, request: ForecastRequest) -> Result<Forecast, Problem> {
+        self.note(format!("forecast {}", serde_json::to_string(&request).unwrap()));
+        let checked = self.checked(&request.migration)?;
+        if !checked.possible {
+            let problem = Problem::new(ProblemKind::Refused, "pre-flight says no", "see what was found");
+            return Err(problem.with_findings(checked.destination_findings));
+        }
+        Ok(forecast(&request.migration))
+    }
+
+    fn calibration(&self) -> Result<CalibrationReport, Problem> {
+        Ok(calibration())
+    }
+
     fn check(&self, request: MigrateRequest) -> Result<CheckReport, Problem> {
         self.note(format!("check {}", serde_json::to_string(&request).unwrap()));
-        self.checked(&request)
+        let mut report = self.checked(&request)?;
+        report.forecast = (request.forecast && report.possible).then(|| Box::new(forecast(&request)));
+        Ok(report)
     }
 
     fn migrate(&self, request: MigrateRequest) -> Result<MigrationStatus, Problem> {
@@ -461,6 +434,22 @@ impl Control for Fake {
 
     fn network(&self) -> Result<NetworkState, Problem> {
         Ok(network_state())
+    }
+
+    fn set_cordoned(&self, cordoned: bool) -> Result<Cordon, Problem> {
+        Ok(Cordon { host: host("alpha"), cordoned })
+    }
+
+    fn ask_for_evacuation(&self, _: &EvacuateHostRequest) -> Result<HostEvacuation, Problem> {
+        Err(Problem::new(ProblemKind::Unavailable, "no controller", ""))
+    }
+
+    fn evacuation(&self) -> Result<HostEvacuation, Problem> {
+        self.ask_for_evacuation(&EvacuateHostRequest::default())
+    }
+
+    fn metrics(&self) -> Result<String, Problem> {
+        Ok("whimbrel_vms 1\n".to_owned())
     }
 
     fn release_network(&self, vm: &VmName, all: bool) -> Result<Vec<MigrationId>, Problem> {

@@ -13,8 +13,8 @@ use serde::Deserialize;
 
 use super::locate::Locator;
 use super::{
-    AgentRole, Config, ConfigError, Pool, PoolFormat, QemuConfig, RedirectionConfig, Security, Storage,
-    Timeouts, Tuning,
+    AgentRole, Config, ConfigError, ControllerConfig, ForecastConfig, Pool, PoolFormat, QemuConfig,
+    RedirectionConfig, Security, Storage, Timeouts, Tuning,
 };
 use crate::pool::THIN_KEEP_FREE_PERCENT;
 
@@ -36,6 +36,7 @@ struct ConfigFile {
     #[serde(default)]
     hosts: BTreeMap<HostId, PeerTable>,
     registry: Option<Registry>,
+    controller: Option<ControllerConfig>,
     #[serde(default)]
     qemu: QemuConfig,
     #[serde(default)]
@@ -48,6 +49,8 @@ struct ConfigFile {
     migration: MigrationSettings,
     #[serde(default)]
     tuning: Tuning,
+    #[serde(default)]
+    forecast: ForecastConfig,
     #[serde(default)]
     timeouts: Timeouts,
     faults: Option<FaultsTable>,
@@ -177,10 +180,14 @@ impl Checks<'_> {
         let registry = file.registry.map(|registry| registry.host);
         let hosts = self.hosts(file.hosts)?;
         self.registry(&file.host, file.role, registry.as_ref(), &hosts)?;
+        if let Some(controller) = &file.controller {
+            self.address(&["controller", "address"], &controller.address)?;
+        }
         file.migration
             .check_configured()
             .map_err(|invalid| self.wrong(&["migration", invalid.option], invalid.to_string()))?;
         self.tuning(&file.tuning)?;
+        self.forecast(&file.forecast)?;
         self.timeouts(&file.timeouts)?;
         if file.qemu.binaries.is_empty() {
             return Err(
@@ -198,6 +205,7 @@ impl Checks<'_> {
             security,
             hosts,
             registry,
+            controller: file.controller,
             qemu: QemuConfig {
                 binaries: file.qemu.binaries.into_iter().map(|binary| self.absolute(binary)).collect(),
                 data_dirs: file.qemu.data_dirs.into_iter().map(|dir| self.absolute(dir)).collect(),
@@ -212,6 +220,7 @@ impl Checks<'_> {
             dns: self.dns(file.dns)?,
             migration: file.migration,
             tuning: file.tuning,
+            forecast: file.forecast,
             timeouts: file.timeouts,
             fault_socket: file.faults.map(|faults| self.absolute(faults.socket)),
         };
@@ -278,19 +287,23 @@ impl Checks<'_> {
         peers
             .into_iter()
             .map(|(name, PeerTable { address })| {
-                let good = address.rsplit_once(':').is_some_and(|(host, port)| {
-                    !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port != 0)
-                });
-                if good {
-                    Ok((name, address))
-                } else {
-                    let what = format!(
-                        "{address:?} is not an address; write \"HOST:PORT\", e.g. \"192.0.2.2:7740\""
-                    );
-                    Err(self.wrong(&["hosts", name.as_str(), "address"], what))
-                }
+                self.address(&["hosts", name.as_str(), "address"], &address)?;
+                Ok((name, address))
             })
             .collect()
+    }
+
+    fn address(&self, key: &[&str], address: &str) -> Result<(), ConfigError> {
+        let good = address
+            .rsplit_once(':')
+            .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port != 0));
+        if good {
+            return Ok(());
+        }
+        Err(self.wrong(
+            key,
+            format!("{address:?} is not an address; write \"HOST:PORT\", e.g. \"192.0.2.2:7740\""),
+        ))
     }
 
     fn registry(
@@ -403,6 +416,15 @@ impl Checks<'_> {
             zone.key_file = self.absolute(std::mem::take(&mut zone.key_file));
         }
         Ok(dns)
+    }
+
+    fn forecast(&self, forecast: &ForecastConfig) -> Result<(), ConfigError> {
+        let every_s = forecast.measure_every_s;
+        if (1..ForecastConfig::LEAST_EVERY_S).contains(&every_s) {
+            let what = format!("{every_s} seconds are too short; choose at least an hour (3600), or 0");
+            return Err(self.wrong(&["forecast", "measure_every_s"], what));
+        }
+        Ok(())
     }
 
     fn tuning(&self, tuning: &Tuning) -> Result<(), ConfigError> {

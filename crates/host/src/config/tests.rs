@@ -53,6 +53,8 @@ fn the_example_is_right_and_shows_the_defaults() {
     // Commented keys have their defaults, but for the maps and the fault socket, which have none.
     let mut all = parse(&example_with_all_keys()).unwrap();
     assert_eq!(all.registry.take().as_ref().map(HostId::as_str), Some("gamma"));
+    let controller = all.controller.take().unwrap();
+    assert_eq!((controller.name.as_str(), controller.namespaces_are_hosts), ("control", false));
     assert_eq!(all.taps.len(), 1);
     assert_eq!(all.disk_dirs.len(), 1);
     assert_eq!(all.disks_shared.len(), 2);
@@ -82,7 +84,8 @@ fn the_example_names_every_key() {
     let migration = toml::to_string(&MigrationSettings::default()).unwrap();
     let tuning = toml::to_string(&Tuning::default()).unwrap();
     let timeouts = toml::to_string(&Timeouts::default()).unwrap();
-    for line in [qemu, migration, tuning, timeouts].iter().flat_map(|text| text.lines()) {
+    let forecast = toml::to_string(&ForecastConfig::default()).unwrap();
+    for line in [qemu, migration, tuning, forecast, timeouts].iter().flat_map(|text| text.lines()) {
         let (key, _) = line.split_once(" =").unwrap();
         assert!(text.contains(&format!("\n{key} = ")), "{key} is missing in docs/agent.example.toml");
     }
@@ -97,9 +100,21 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         "[hosts.\"beta.dc1\"]",
     ),
     ("host = \"a b\"\nlisten = \"127.0.0.1:1\"\n[tls]\nplain = true", 1, "host", "letters, digits"),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[controller]\nname = \"control\"\naddress = \"control\"",
+        6,
+        "controller.address",
+        "HOST:PORT",
+    ),
     ("host = \"a\"\nlisten = \"nowhere\"\n[tls]\nplain = true", 2, "listen", "0.0.0.0:7740"),
     ("host = \"a\"\n[tls]\nplain = true", 1, "", "listen"),
     ("host = \"a\"\nlisten = \"127.0.0.1:1\"", 1, "tls", "plain = true"),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\n[tls]\nplain = true\n[forecast]\nmeasure_every_s = 60",
+        6,
+        "forecast.measure_every_s",
+        "3600",
+    ),
     ("host = \"a\"\nlisten = \"127.0.0.1:1\"\n\n[tls]\nca = \"x\"", 4, "tls", "certificate"),
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\n[tls]\nca = \"x\"\ncertificate = \"y\"\nkey = \"z\"\nplain = true",

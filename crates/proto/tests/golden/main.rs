@@ -4,6 +4,7 @@
 //! `v1.messages` holds a JSON message a line, `v1.frames` a frame a line, in hexadecimal.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
+mod fleet;
 mod messages;
 
 use messages::{answers, greetings, messages, number};
@@ -108,7 +109,7 @@ fn from_hex(text: &str) -> Vec<u8> {
 fn every_message_is_on_file() {
     let mut seen: Vec<_> = messages().iter().map(number).collect();
     seen.dedup();
-    assert_eq!(seen, (0..=39).collect::<Vec<_>>());
+    assert_eq!(seen, (0..=45).collect::<Vec<_>>());
 }
 
 #[test]

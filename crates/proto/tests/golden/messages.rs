@@ -98,6 +98,8 @@ pub(crate) fn greetings() -> Vec<Hello> {
         Purpose::Frames { migration: migration() },
         Purpose::Flows { migration: migration() },
         Purpose::Redirection { migration: migration() },
+        Purpose::Measurement,
+        Purpose::Controller,
     ]
     .map(|purpose| Hello { oldest: 1, newest: 1, host: host(), purpose })
     .into()
@@ -155,7 +157,7 @@ pub(crate) fn messages() -> Vec<Message> {
         expected: None,
         new: Ownership { epoch: Epoch(1), owner: host(), offer: None, released: false },
     };
-    vec![
+    let mut messages = vec![
         Message::Propose(Box::new(proposal())),
         Message::Propose(Box::new(full)),
         Message::Propose(Box::new(Proposal {
@@ -330,7 +332,11 @@ pub(crate) fn messages() -> Vec<Message> {
         Message::Repoint { step: RepointStep::Remove, redirection: None },
         Message::Repointed { error: None },
         Message::Repointed { error: Some(reason()) },
-    ]
+        Message::MeasureLink { bytes: 1 << 20 },
+        Message::LinkMeasured { bytes: 983_040, duration_us: 8400 },
+    ];
+    messages.extend(super::fleet::messages());
+    messages
 }
 
 /// Number of a message's kind. A new message does not compile here; its number also has to be in the list above.
@@ -376,5 +382,11 @@ pub(crate) fn number(message: &Message) -> usize {
         Message::TunnelEnd { .. } => 37,
         Message::Repoint { .. } => 38,
         Message::Repointed { .. } => 39,
+        Message::MeasureLink { .. } => 40,
+        Message::LinkMeasured { .. } => 41,
+        Message::ControllerTerm { .. } => 42,
+        Message::FleetCommand { .. } => 43,
+        Message::HostEvacuation(_) => 44,
+        Message::FleetReport { .. } => 45,
     }
 }

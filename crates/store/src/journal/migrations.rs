@@ -1,5 +1,7 @@
 //! Migrations, their epochs, and the states of their handovers.
 
+use std::collections::BTreeMap;
+
 use engine::handover::Role;
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
@@ -16,6 +18,9 @@ use api::report::unix_ms_now;
 
 impl Journal {
     /// Returns an epoch for a new migration of a VM: larger than all that were ever seen, and never returned again.
+    ///
+    /// # Errors
+    /// If it cannot be recorded, for lack of space or because the journal's file is gone.
     pub fn next_epoch(&self, vm: &VmName) -> Result<Epoch, JournalError> {
         self.write("find a new epoch", Durability::Synced, WriteSpace::Free(0), |transaction| {
             let next = largest_epoch(transaction, vm)?.next();
@@ -25,6 +30,9 @@ impl Journal {
     }
 
     /// Records an epoch that a peer or the ownership registry has used.
+    ///
+    /// # Errors
+    /// If it cannot be recorded, for lack of space or because the journal's file is gone.
     pub fn learn_epoch(&self, vm: &VmName, epoch: Epoch) -> Result<(), JournalError> {
         if self.largest_epoch(vm)? >= epoch {
             return Ok(());
@@ -35,6 +43,9 @@ impl Journal {
     }
 
     /// Returns the largest epoch of a VM that was ever seen; 0 for none.
+    ///
+    /// # Errors
+    /// If the database cannot be read.
     pub fn largest_epoch(&self, vm: &VmName) -> Result<Epoch, JournalError> {
         self.read("read an epoch", |connection| largest_epoch(connection, vm))
     }
@@ -80,6 +91,10 @@ impl Journal {
     }
 
     /// Records a transition of the source.
+    ///
+    /// # Errors
+    /// [`JournalError::NoMigration`] for one that was never begun. For lack of space, or without the journal's file,
+    /// only entries up to COMMITTED fail: later ones use the reserve.
     pub fn record_source(
         &self,
         id: &MigrationId,
@@ -99,6 +114,10 @@ impl Journal {
     }
 
     /// Records a transition of the destination.
+    ///
+    /// # Errors
+    /// [`JournalError::NoMigration`] for one that was never begun. For lack of space, or without the journal's file,
+    /// only entries up to READY fail: later ones use the reserve.
     pub fn record_destination(
         &self,
         id: &MigrationId,
@@ -134,6 +153,9 @@ impl Journal {
     }
 
     /// Records the data that this side needs in order to go on or to clean up after a restart.
+    ///
+    /// # Errors
+    /// [`JournalError::NoMigration`]; others for lack of space, or if the journal's file is gone.
     pub fn set_details(
         &self,
         id: &MigrationId,
@@ -145,6 +167,9 @@ impl Journal {
     }
 
     /// Records a human-readable message about the migration's state.
+    ///
+    /// # Errors
+    /// [`JournalError::NoMigration`]; others for lack of space, or if the journal's file is gone.
     pub fn set_message(&self, id: &MigrationId, message: &str) -> Result<(), JournalError> {
         let message = shortened(message);
         self.set(id, "note a message", "message = ?4", message, Durability::Process)
@@ -152,6 +177,9 @@ impl Journal {
 
     /// Closes a migration: its state is final and everything has been cleaned up. Synced. If no other migration is
     /// open, and so no guest is stopped, the log is folded into the database.
+    ///
+    /// # Errors
+    /// [`JournalError::NoMigration`]; others if SQLite cannot write, for which space is reserved.
     pub fn close(&self, id: &MigrationId) -> Result<(), JournalError> {
         let values = params![id.vm.as_str(), id.epoch.0 as i64, unix_ms_now() as i64];
         let clause = "open = 0 WHERE vm = ?1 AND epoch = ?2";
@@ -208,23 +236,62 @@ impl Journal {
     }
 
     /// Returns one migration.
+    ///
+    /// # Errors
+    /// If the database cannot be read, or the record is damaged.
     pub fn migration(&self, id: &MigrationId) -> Result<Option<MigrationRecord>, JournalError> {
         let values = params![id.vm.as_str(), id.epoch.0 as i64];
         Ok(self.migrations_where("WHERE vm = ?1 AND epoch = ?2", values)?.pop())
     }
 
     /// Returns the migration with the largest epoch of a VM.
+    ///
+    /// # Errors
+    /// If the database cannot be read, or the record is damaged.
     pub fn latest(&self, vm: &VmName) -> Result<Option<MigrationRecord>, JournalError> {
         let clause = "WHERE vm = ?1 ORDER BY epoch DESC LIMIT 1";
         Ok(self.migrations_where(clause, params![vm.as_str()])?.pop())
     }
 
     /// Returns all migrations, newest first: in the order in which they were recorded, however the host's clock was set.
+    ///
+    /// # Errors
+    /// If the database cannot be read, or a record is damaged.
     pub fn migrations(&self) -> Result<Vec<MigrationRecord>, JournalError> {
         self.migrations_where("ORDER BY rowid DESC", &[])
     }
 
+    /// Returns the newest `count` migrations, newest first.
+    pub fn newest_migrations(&self, count: u32) -> Result<Vec<MigrationRecord>, JournalError> {
+        self.migrations_where("ORDER BY rowid DESC LIMIT ?1", params![count])
+    }
+
+    /// Returns the number of migrations by role and by state of the handover; `damaged` is the state of one that cannot be
+    /// read.
+    ///
+    /// # Errors
+    /// If the database cannot be read.
+    pub fn migration_counts(&self) -> Result<Vec<(String, String, u64)>, JournalError> {
+        self.read("count migrations", |connection| {
+            let sql = "SELECT role, state, count(*) FROM migrations GROUP BY role, state";
+            let mut statement = connection.prepare_cached(sql)?;
+            let rows = statement.query_map([], |row| {
+                let state: String = row.get(1)?;
+                Ok((row.get::<_, String>(0)?, state_name(&state), row.get::<_, i64>(2)? as u64))
+            })?;
+            let mut counts: BTreeMap<(String, String), u64> = BTreeMap::new();
+            for row in rows {
+                let (role, name, count) = row?;
+                *counts.entry((role, name)).or_default() += count;
+            }
+            Ok(counts.into_iter().map(|((role, name), count)| (role, name, count)).collect())
+        })
+    }
+
     /// Returns the migrations that are not closed, oldest first: a restarted agent begins with these.
+    ///
+    /// # Errors
+    /// If the database cannot be read, or a record is damaged.
     pub fn open_migrations(&self) -> Result<Vec<MigrationRecord>, JournalError> {
         self.migrations_where("WHERE open = 1 ORDER BY rowid", &[])
     }
@@ -245,16 +312,25 @@ impl Journal {
     }
 
     /// Returns the source's proposal.
+    ///
+    /// # Errors
+    /// If the database cannot be read, or the document is damaged.
     pub fn proposal(&self, id: &MigrationId) -> Result<Option<Proposal>, JournalError> {
         self.document(id, "read a proposal", "SELECT proposal FROM proposals WHERE vm = ?1 AND epoch = ?2")
     }
 
     /// Returns the report of a migration.
+    ///
+    /// # Errors
+    /// If the database cannot be read, or the document is damaged.
     pub fn report(&self, id: &MigrationId) -> Result<Option<api::report::Report>, JournalError> {
         self.document(id, "read a report", "SELECT report FROM reports WHERE vm = ?1 AND epoch = ?2")
     }
 
     /// Stores the report of a migration, in place of an earlier one.
+    ///
+    /// # Errors
+    /// For lack of space, or if the journal's file is gone.
     pub fn put_report(&self, report: &api::report::Report) -> Result<(), JournalError> {
         let id = &report.migration;
         let text = json(serde_json::to_string(report), || format!("report of {id}"))?;
@@ -321,4 +397,11 @@ fn exists(connection: &Connection, id: &MigrationId) -> Result<bool, Transaction
         .query_row(sql, params![id.vm.as_str(), id.epoch.0 as i64], |_| Ok(()))
         .optional()?
         .is_some())
+}
+
+/// Returns the name of a state, without its fields. SQLite is built without JSON.
+fn state_name(state: &str) -> String {
+    let parsed: Option<serde_json::Value> = serde_json::from_str(state).ok();
+    let name = parsed.as_ref().and_then(|state| state["state"].as_str());
+    name.unwrap_or("damaged").to_owned()
 }

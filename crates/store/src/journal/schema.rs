@@ -8,7 +8,7 @@ use super::{JournalError, is_full};
 
 /// Formats in order: each entry converts the previous format to its own. `user_version` counts them. Entries are never
 /// changed once they have been released; new ones are added at the end.
-pub(super) const STEPS: [&str; 2] = [
+pub(super) const STEPS: [&str; 4] = [
     "
     CREATE TABLE vms (
         vm                TEXT PRIMARY KEY,
@@ -68,6 +68,41 @@ pub(super) const STEPS: [&str; 2] = [
     ALTER TABLE migrations DROP COLUMN generation;
     ALTER TABLE migrations DROP COLUMN was_running;
     ALTER TABLE migrations DROP COLUMN incarnation;
+",
+    "
+    -- Measurements for forecasts, the last of each subject: a VM, or the path to a host.
+    CREATE TABLE measurements (
+        subject           TEXT PRIMARY KEY, -- vm/NAME, path/HOST
+        measurement       TEXT NOT NULL     -- JSON
+    ) STRICT;
+
+    -- Forecasts beside their outcomes.
+    CREATE TABLE forecasts (
+        number            INTEGER PRIMARY KEY,
+        vm                TEXT NOT NULL,
+        epoch             INTEGER NOT NULL,
+        record            TEXT NOT NULL     -- engine::forecast::calibration::CalibrationRecord, JSON
+    ) STRICT;
+",
+    "
+    -- One row: this host in its fleet.
+    CREATE TABLE fleet (
+        row               INTEGER PRIMARY KEY CHECK (row = 1),
+        term              INTEGER NOT NULL, -- the largest term of a controller that was ever seen
+        cordoned          INTEGER NOT NULL  -- 1 while no VM is accepted
+    ) STRICT;
+    INSERT INTO fleet VALUES (1, 0, 0);
+
+    -- The controller's commands that were begun.
+    CREATE TABLE commands (
+        number            INTEGER PRIMARY KEY, -- in the order of their arrival
+        id                TEXT NOT NULL UNIQUE,
+        command           TEXT NOT NULL,    -- proto::message::CommandVerb, JSON
+        largest_epoch     INTEGER,          -- of the VM that it moves, before the move was begun
+        epoch             INTEGER,          -- of the migration that it has begun
+        cancelled         INTEGER NOT NULL, -- 1 once it was to be cancelled
+        answer            TEXT              -- proto::message::CommandAnswer, JSON
+    ) STRICT;
 ",
 ];
 

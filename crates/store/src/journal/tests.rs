@@ -93,6 +93,8 @@ fn a_vm_has_one_open_migration_at_a_time() {
     begin(&journal, &id("web", 2), prepared()).unwrap();
     assert_eq!(journal.latest(&name("web")).unwrap().unwrap().id().epoch, Epoch(2));
     assert_eq!(journal.migrations().unwrap().len(), 3);
+    let expected = ("source".to_owned(), "prepared".to_owned(), 3);
+    assert_eq!(journal.migration_counts().unwrap(), [expected]);
 }
 
 #[test]
@@ -402,6 +404,56 @@ fn cost_of_writes() {
         times.sort_unstable();
         println!("{durability:?}: median {} µs, 99 % {} µs, worst {} µs", times[250], times[495], times[499]);
     }
+}
+
+#[test]
+fn forecasts_and_measurements_are_there_after_a_restart() {
+    use engine::forecast::Calibration;
+    use engine::forecast::calibration::CalibrationRecord;
+    use engine::forecast::history::PathSample;
+
+    let forecast = json!({
+        "end": { "end": "stop-and-copy" }, "converges": true, "converging_percent": 100,
+        "total_ns": { "expected": 5, "low": 4, "high": 6 }, "downtime_ns": { "expected": 1, "low": 1, "high": 1 },
+        "bytes": { "expected": 9, "low": 9, "high": 9 }, "rounds": 3, "writes_bytes_per_s": 0,
+        "sends_bytes_per_s": 7, "is_slowed": false,
+    });
+    let record = |total_ns: u64| -> CalibrationRecord {
+        let outcome = json!({ "total_ns": total_ns, "downtime_ns": 1, "bytes": 9, "converged": true });
+        let kind = json!({ "policy": "pattern", "memory_octave": 9, "heat": "idle" });
+        let record = json!({ "kind": kind, "simulated": forecast, "shown": forecast, "outcome": outcome });
+        serde_json::from_value(record).unwrap()
+    };
+    let measured: api::VmMeasurement = serde_json::from_value(json!({
+        "unix_ms": 3, "pid": 7, "start_time_ticks": 9, "memory_bytes": 4096, "used_bytes": 0,
+        "compressed_permille": 500, "writes": [{ "interval_ns": 5, "written_bytes": 6 }], "tracked_us": 5,
+        "faults": 1, "fault_ns": 900,
+    }))
+    .unwrap();
+    let beta = HostId::new("beta").unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    {
+        let journal = open_journal(folder.path()).unwrap();
+        assert_eq!(journal.measurement(&name("web")).unwrap(), None);
+        assert!(journal.outcomes().unwrap().is_empty());
+        journal.put_measurement(&name("web"), &measured).unwrap();
+        journal.put_measurement(&name("web"), &api::VmMeasurement { pid: 8, ..measured.clone() }).unwrap();
+        for unix_ms in [1, 2] {
+            journal.learn_path(&beta, PathSample { unix_ms, ..PathSample::default() }).unwrap();
+        }
+        for epoch in 0..Calibration::MOST_RECORDS as u64 + 2 {
+            journal.learn_outcome(&id("web", epoch), &record(epoch)).unwrap();
+        }
+    }
+    let journal = open_journal(folder.path()).unwrap();
+    assert_eq!(journal.measurement(&name("web")).unwrap().unwrap().pid, 8, "the last one");
+    assert_eq!(journal.measurement(&name("db")).unwrap(), None);
+    let samples = journal.path_memory(&beta).unwrap().samples;
+    assert_eq!(samples.iter().map(|sample| sample.unix_ms).collect::<Vec<_>>(), [2, 1]);
+    let outcomes = journal.outcomes().unwrap();
+    assert_eq!(outcomes.len(), Calibration::MOST_RECORDS, "the oldest are forgotten");
+    assert_eq!((outcomes[0].migration.clone(), outcomes[0].record.clone()), (id("web", 2), record(2)));
+    assert_eq!(journal.calibration().unwrap().records().len(), outcomes.len());
 }
 
 /// A journal of the first format is converted to this one, and keeps its records.

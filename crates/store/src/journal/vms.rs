@@ -44,6 +44,9 @@ impl VmRecord {
 
     /// Opens its QEMU's process, on a host of this boot. After another boot the process id and the start time may
     /// belong to another process.
+    ///
+    /// # Errors
+    /// [`ProcessError::Gone`] if the process has ended, or is of another boot.
     pub fn process(&self, boot_id: &str) -> Result<Process, ProcessError> {
         if !self.boot_id.is_empty() && self.boot_id != boot_id {
             return Err(ProcessError::Gone { pid: self.pid });
@@ -54,12 +57,18 @@ impl VmRecord {
 
 impl Journal {
     /// Stores a VM, in place of an earlier record under its name.
+    ///
+    /// # Errors
+    /// For lack of space, or if the journal's file is gone.
     pub fn put_vm(&self, record: &VmRecord) -> Result<(), JournalError> {
         self.keep_vm(record, WriteSpace::Free)
     }
 
     /// Stores a VM as [`put_vm`](Self::put_vm), for a VM that has arrived and runs, even if the journal's file was
     /// moved or deleted.
+    ///
+    /// # Errors
+    /// For lack of space.
     pub fn put_arrived_vm(&self, record: &VmRecord) -> Result<(), JournalError> {
         self.keep_vm(record, WriteSpace::ForEvent)
     }
@@ -88,6 +97,9 @@ impl Journal {
     }
 
     /// Returns one VM.
+    ///
+    /// # Errors
+    /// If the database cannot be read, or the record is damaged.
     pub fn vm(&self, vm: &VmName) -> Result<Option<VmRecord>, JournalError> {
         self.read("read a VM", |connection| {
             let mut statement = connection.prepare_cached(&format!("{SELECT} WHERE vm = ?1"))?;
@@ -97,6 +109,9 @@ impl Journal {
     }
 
     /// Returns all VMs, by name.
+    ///
+    /// # Errors
+    /// If the database cannot be read, or a record is damaged.
     pub fn vms(&self) -> Result<Vec<VmRecord>, JournalError> {
         self.read("read the VMs", |connection| {
             let mut statement = connection.prepare_cached(&format!("{SELECT} ORDER BY vm"))?;
@@ -106,6 +121,9 @@ impl Journal {
     }
 
     /// Forgets a VM; returns true if it was known. Its migrations and epochs are not forgotten.
+    ///
+    /// # Errors
+    /// If SQLite cannot write, for which space is reserved.
     pub fn remove_vm(&self, vm: &VmName) -> Result<bool, JournalError> {
         self.write("forget a VM", Durability::Synced, WriteSpace::Reserved, |transaction| {
             Ok(transaction.prepare_cached("DELETE FROM vms WHERE vm = ?1")?.execute([vm.as_str()])? > 0)

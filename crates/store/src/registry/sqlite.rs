@@ -89,6 +89,10 @@ pub enum RegistryError {
 
 impl SqliteRegistry {
     /// Opens the registry in a state directory, makes it if there is none.
+    ///
+    /// # Errors
+    /// If the directory cannot be written or protected from other users, or the database is damaged or of a newer
+    /// format.
     pub fn open(state_dir: &Path) -> Result<Self, RegistryError> {
         let path = state_dir.join(FILE_NAME);
         let failed = |source| RegistryError::Open { path: path.clone(), source };
@@ -114,6 +118,10 @@ impl SqliteRegistry {
     }
 
     /// Carries a request out, synced.
+    ///
+    /// # Errors
+    /// [`RegistryError::Unknown`] if the commit failed: it is not known if the request was carried out. After any other
+    /// error nothing has changed.
     pub fn apply(&self, request: &RegistryRequest) -> Result<RegistryReply, RegistryError> {
         let not_done = |source| RegistryError::NotDone { path: self.path.clone(), source };
         let damaged = |source| RegistryError::Record { path: self.path.clone(), source };
@@ -144,6 +152,9 @@ impl SqliteRegistry {
     }
 
     /// Returns all records, by VM.
+    ///
+    /// # Errors
+    /// If the database cannot be read, or a record is damaged.
     pub fn all(&self) -> Result<Vec<(VmName, Ownership)>, RegistryError> {
         let not_done = |source| RegistryError::NotDone { path: self.path.clone(), source };
         let damaged = |source| RegistryError::Record { path: self.path.clone(), source };

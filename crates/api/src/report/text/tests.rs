@@ -1,3 +1,5 @@
+use std::collections::BTreeMap;
+
 use proto::message::{FailedFlow, Finding, RamBlock, Severity};
 use proto::{Epoch, HostId, MigrationId, VmName};
 
@@ -146,6 +148,7 @@ fn text_fits_on_a_terminal() {
         pass: 99,
         dirty_pages: 1_000_000_000,
         disk_pages: 1_000_000_000,
+        participant_pages: BTreeMap::from([("network".to_owned(), 1_000_000_000)]),
         data_pages: 1_000_000_000,
         zero_pages: 1_000_000_000,
         hole_pages: 1_000_000_000,

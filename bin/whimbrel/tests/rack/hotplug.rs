@@ -5,7 +5,7 @@ use std::process::Child;
 
 use lab::guest_shell::with_shell;
 use lab::rack::{Rack, RackHost};
-use lab::{GuestSpec, Monitor, until};
+use lab::{DEADLINE, GuestSpec, Monitor, until};
 use serde_json::{Value, json};
 
 use crate::echo::Echo;
@@ -33,7 +33,10 @@ fn guest_with_ports() -> GuestSpec {
 fn monitor_at(rack: &Rack, host: &RackHost) -> Monitor {
     let shown = rack.whimbrel(host, &["vm", "show", VM]).ok().json();
     let directory = shown["qmp"].as_str().unwrap().rsplit_once('/').unwrap().0;
-    Monitor::connect(&host.forward(&format!("{directory}/lab.sock")).unwrap()).unwrap()
+    let mut monitor = Monitor::connect(&host.forward(&format!("{directory}/lab.sock")).unwrap()).unwrap();
+    // The guest takes its time to give a device back, above all on an emulated processor.
+    monitor.set_patience(DEADLINE).unwrap();
+    monitor
 }
 
 fn plug_card(monitor: &mut Monitor) {

@@ -29,9 +29,11 @@ fn limits(host: &RackHost) -> Vec<String> {
 fn wait_until_slow(rack: &Rack, host: &RackHost, migration: &mut Child) {
     let migration = RefCell::new(migration);
     until("the guest is slowed down", || {
-        if migration.borrow_mut().try_wait().unwrap().is_some() {
-            panic!("the migration has ended before: {:#}", rack.whimbrel(host, &["report", VM]).json());
-        }
+        assert!(
+            migration.borrow_mut().try_wait().unwrap().is_none(),
+            "the migration has ended before: {:#}",
+            rack.whimbrel(host, &["report", VM]).json()
+        );
         limits(host).iter().any(|limit| !limit.starts_with("max"))
     });
 }

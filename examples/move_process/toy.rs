@@ -10,24 +10,21 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::thread;
 use std::time::Duration;
 
-/// Pages beside that of the step number: 64 MiB.
+/// Pages beside that of the step number, 64 MiB, and those of them that most steps write.
 pub(crate) const PAGES: u64 = 16 * 1024;
-/// Pages that most steps write: 8 MiB.
 const HOT_PAGES: u64 = 2 * 1024;
 /// Number of steps between two pauses; the last one of them writes any page.
 const BURST: u64 = 64;
-const WORDS: usize = 512;
 
 /// One page. Its words are atomic because other processes read and write them, too.
 #[repr(align(4096))]
-struct Page([AtomicU64; WORDS]);
+struct Page([AtomicU64; 512]);
 
 /// Runs the toy: prints the address of its memory, waits for a line of input, checks the memory that it finds then,
 /// prints the number of steps in it, and goes on from there until its parent has ended.
 pub(crate) fn run() -> Result<(), Box<dyn Error>> {
     let parent = parent_id();
-    let zeros = |_| Page(std::array::from_fn(|_| AtomicU64::new(0)));
-    let pages: Vec<Page> = (0..=PAGES).map(zeros).collect();
+    let pages: Vec<Page> = (0..=PAGES).map(|_| Page([const { AtomicU64::new(0) }; 512])).collect();
     println!("{}", pages.as_ptr() as u64);
     std::io::stdin().read_line(&mut String::new())?;
 

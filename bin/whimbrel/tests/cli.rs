@@ -5,6 +5,8 @@
 
 #[path = "../../../crates/api/tests/fake/mod.rs"]
 mod fake;
+#[path = "cli/forecasts.rs"]
+mod forecasts;
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -116,6 +118,7 @@ fn usage_errors_are_2() {
         (&["migrate", "web", "--to", "beta", "--bandwidth", "fast"], "10Gbit"),
         (&["migrate", "web", "--to", "beta", "--on-limit", "hope"], "abort"),
         (&["limit", "web"], "--bandwidth"),
+        (&["forecast", "web"], "--to"),
         (&["recover", "web", "--run-here", "--discard-copy"], "cannot be used with"),
         (&["recover", "web", "--without-registry"], "--run-here"),
         (&["recover", "web", "--overrule-registry"], "--run-here"),

@@ -7,6 +7,7 @@
 //! - [`disks_first`]: the moment at which memory begins, after rounds of disks alone.
 //! - [`compression`]: the choice of the compression level.
 //! - [`discards`]: post-copy: the number of discards before the guest is stopped.
+//! - [`evacuation`]: hosts that are emptied before a deadline, through failures and restarts.
 //! - [`forecast`]: the forecast of a migration, before it starts and while it runs.
 //! - [`planner`]: the placement of a fleet's VMs, and the order of their moves.
 //! - [`pre_copy`]: the moment at which the guest is stopped.
@@ -20,6 +21,7 @@
 pub mod compression;
 pub mod discards;
 pub mod disks_first;
+pub mod evacuation;
 pub mod forecast;
 pub mod handover;
 pub mod planner;

@@ -284,8 +284,9 @@ fn any_policy() -> impl Strategy<Value = (AnyPolicy, PreCopyGoals)> {
 }
 
 proptest! {
-    /// Whatever happens to the link: no round is sent over connections that have ended, the guest is stopped only while
-    /// the destination can be reached and once it has given back what was deferred, and the migration ends.
+    /// Property of rounds over a link that may be cut at any moment: none is sent over connections that have ended, the
+    /// guest is stopped only while the destination can be reached and once it has given back what was deferred, and the
+    /// migration ends.
     #[test]
     fn rounds_end_and_stop_only_what_can_continue(
         (policy, goals) in any_policy(),

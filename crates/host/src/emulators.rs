@@ -63,6 +63,12 @@ impl EmulatorCache {
         same.or(newer).or(versions.first()).map_or_else(PathBuf::new, |(binary, _)| (*binary).clone())
     }
 
+    /// Returns the versions (`major.minor`) of these programs, in their order; without those that report none.
+    pub fn versions(&self, binaries: &[PathBuf]) -> Vec<String> {
+        let versions = binaries.iter().filter_map(|binary| self.version(binary));
+        versions.map(|(major, minor)| format!("{major}.{minor}")).collect()
+    }
+
     fn version(&self, binary: &Path) -> Option<(u64, u64)> {
         let file = File::of(binary).ok()?;
         if let Some(version) = self.known().get(&file).and_then(|known| known.version) {

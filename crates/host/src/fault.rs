@@ -7,8 +7,8 @@
 //! The points are generated from the engine's transition table, see [`engine::handover`]: before the effects of each
 //! transition, between them, and after them. A new transition adds its fault points. Others exist outside the
 //! table, because no state changes there: `source/missing-pages` and `destination/missing-pages`, at which the pages
-//! for post-copy are named, and `source/NAME/STEP` and `destination/NAME/STEP`, at which the participants of a migration
-//! have done a step.
+//! for post-copy are named, and `source/NAME/STEP` and `destination/NAME/STEP`, at which a participant of a migration
+//! has done a step, and the ones behind it have not.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -43,6 +43,30 @@ impl Faults {
             warn!(%point, %error, "the test harness behind [faults] socket does not answer");
         }
     }
+}
+
+/// Listens at `socket` for an agent's fault points, and returns each with the result of `observe`, which is called while
+/// the agent waits there.
+#[cfg(any(test, feature = "testing"))]
+#[allow(clippy::unwrap_used, clippy::missing_panics_doc, reason = "a test may fail")]
+pub fn observe<T: Send + 'static>(
+    socket: &std::path::Path,
+    observe: impl Fn() -> T + Send + 'static,
+) -> std::sync::mpsc::Receiver<(String, T)> {
+    let listener = std::os::unix::net::UnixListener::bind(socket).unwrap();
+    let (reached, points) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let mut point = String::new();
+            let mut reader = BufReader::new(stream);
+            reader.read_line(&mut point).unwrap();
+            if reached.send((point.trim().to_owned(), observe())).is_err() {
+                return;
+            }
+            reader.get_mut().write_all(b"go\n").unwrap();
+        }
+    });
+    points
 }
 
 #[cfg(test)]

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::MigrationTerms;
 use link::Incoming;
-use proto::message::{Finding, Message, Proposal, Severity, is_blocked};
+use proto::message::{Acceptance, Finding, Message, Proposal, Severity, is_blocked};
 use proto::{Generation, HostId, MigrationId, Purpose};
 use qemu::command::{self, BuiltCommand, CommandError, HostRules, RamPlan};
 use qemu::describe::{Disk, VmDescription};
@@ -427,22 +427,20 @@ pub fn wanted_ram(choice: RamChoice) -> Option<String> {
     }
 }
 
-/// Sends a proposal to the destination for a check. Returns its findings, and the kind of RAM that the VM would get.
+/// Sends a proposal to the destination for a check. Returns its findings, and its acceptance if it would accept.
 pub fn ask(
     context: &Context,
     to: &HostId,
     migration: MigrationId,
     proposal: Proposal,
-) -> Result<(Vec<Finding>, Option<String>), PeerError> {
+) -> Result<(Vec<Finding>, Option<Acceptance>), PeerError> {
     let purpose = Purpose::Control { migration, generation: Generation(1) };
     let mut connection = peers::connect(context, to, None, purpose)?;
     let lost = |source| PeerError::Lost { host: to.clone(), source };
     connection.send(&Message::Propose(Box::new(proposal))).map_err(lost)?;
     let deadline = Instant::now() + Duration::from_millis(context.config.timeouts.qemu_start_ms);
     match connection.recv(Some(deadline)).map_err(lost)? {
-        Incoming::Message(Message::Accept(acceptance)) => {
-            Ok((acceptance.findings, Some(acceptance.ram_kind)))
-        }
+        Incoming::Message(Message::Accept(acceptance)) => Ok((acceptance.findings.clone(), Some(acceptance))),
         Incoming::Message(Message::Reject { findings, .. }) => Ok((findings, None)),
         _ => Err(PeerError::NoSense(to.clone())),
     }

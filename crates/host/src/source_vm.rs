@@ -153,6 +153,16 @@ impl SourceVm {
         self.qmp.as_mut().ok_or(VmError::Gone)
     }
 
+    /// Closes the connection to the monitor, which has room for one client. It is connected again at the next use.
+    pub(crate) fn release_monitor(&mut self) {
+        self.qmp = None;
+    }
+
+    /// Returns the bytes that the guest has written to its disks.
+    pub(crate) fn written_to_disks(&mut self) -> Result<u64, VmError> {
+        self.ask(qemu::control::written_to_disks)
+    }
+
     fn failed(&self, source: QmpError) -> VmError {
         VmError::Qmp { path: self.qmp_path.clone(), source }
     }

@@ -165,6 +165,10 @@ impl Reader {
     }
 
     /// Waits for a frame of any kind and puts its payload into `payload`, whose memory is reused.
+    ///
+    /// # Errors
+    /// If the connection ends or is lost, or what was received is no frame. All but the peer's orderly end end the
+    /// connection here, too.
     pub fn read_frame(&mut self, payload: &mut Vec<u8>) -> Result<Header, LinkError> {
         // Only a `recv` that reached its deadline leaves a partial frame behind.
         if self.frame.is_none() {
@@ -290,6 +294,9 @@ impl Writer {
     }
 
     /// Sends a message.
+    ///
+    /// # Errors
+    /// If the message is too long for a frame; or if the connection is lost or the deadline has passed, which ends it.
     pub fn send(&mut self, message: &Message) -> Result<(), LinkError> {
         let json = serde_json::to_vec(message).map_err(LinkError::Message)?;
         let header = Header::new(FrameKind::Message, json.len()).map_err(LinkError::TooLong)?;
@@ -297,6 +304,9 @@ impl Writer {
     }
 
     /// Sends a piece of device state, at most [`proto::limits::BLOB_BYTES`].
+    ///
+    /// # Errors
+    /// If the bytes are too many for a frame; or if the connection is lost or the deadline has passed, which ends it.
     pub fn send_blob(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
         let header = Header::new(FrameKind::Blob, bytes.len()).map_err(LinkError::TooLong)?;
         self.write_frame(header, &[IoSlice::new(bytes)])
@@ -304,6 +314,10 @@ impl Writer {
 
     /// Sends a frame whose payload is the concatenated parts. They are not copied if there is no TLS. Returns when the
     /// socket has accepted all bytes.
+    ///
+    /// # Errors
+    /// If the parts do not have the length that the header announces; or if the connection is lost or the deadline has
+    /// passed, which ends it.
     pub fn write_frame(&mut self, header: Header, parts: &[IoSlice<'_>]) -> Result<(), LinkError> {
         self.write_frame_until(header, parts, self.deadline)
     }
@@ -327,6 +341,9 @@ impl Writer {
     }
 
     /// Signals the peer that nothing more follows. The other direction stays open.
+    ///
+    /// # Errors
+    /// If the connection is lost.
     pub fn finish(&mut self) -> Result<(), LinkError> {
         self.finish_until(None)
     }

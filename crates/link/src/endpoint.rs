@@ -75,6 +75,10 @@ impl Endpoint {
     }
 
     /// Connects to a peer and greets. The deadline covers everything except the resolver, which has its own.
+    ///
+    /// # Errors
+    /// If the address cannot be resolved, no program answers there before the deadline, or the handshake fails: another
+    /// host answers, a certificate is not valid, no version is common, or the peer refuses.
     pub fn connect(
         &self,
         peer: &Peer,

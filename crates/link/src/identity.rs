@@ -123,6 +123,9 @@ pub enum IdentityError {
 
 impl Identity {
     /// Reads the files. [`Identity::check`] finds out if peers will accept their contents.
+    ///
+    /// # Errors
+    /// If a file cannot be read, or certificate and key do not belong together.
     pub fn load(files: &TlsFiles) -> Result<Self, IdentityError> {
         Self::load_with(files, rustls::crypto::aws_lc_rs::default_provider())
     }

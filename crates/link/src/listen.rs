@@ -67,6 +67,9 @@ pub struct ListenerHandle {
 
 impl Listener {
     /// Binds an address (`host:port`; port 0 lets the system choose).
+    ///
+    /// # Errors
+    /// If the address cannot be resolved, or is in use.
     pub fn bind(endpoint: Endpoint, address: &str) -> Result<Self, BindError> {
         let cannot_resolve = |source| BindError::Resolve { address: address.to_owned(), source };
         let wanted = *resolve(address)
@@ -86,6 +89,9 @@ impl Listener {
 
     /// Accepts connections in a thread of its own. The handler is called from one thread for each connection, with the
     /// agent that has passed the handshake or with the reason for which it has not. The handler may block.
+    ///
+    /// # Errors
+    /// If the thread cannot be started.
     pub fn serve<H>(self, handler: H) -> Result<ListenerHandle, BindError>
     where
         H: Fn(Result<ConnectedPeer, Rejected>) + Send + Sync + 'static,
@@ -177,6 +183,9 @@ impl ConnectedPeer {
     }
 
     /// Welcomes the peer. Callers have to be quick, because the deadline of the peer's handshake runs.
+    ///
+    /// # Errors
+    /// If the connection is lost before the peer is welcomed.
     pub fn accept(self) -> Result<Connection, HandshakeError> {
         self.greeting.accept(&self.own, self.host, self.version)
     }

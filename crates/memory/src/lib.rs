@@ -21,6 +21,7 @@
 //! | [`CompressionState`] | compression of the data sent |
 //! | [`HintedPages`] | free page hints of the guest |
 //! | [`MissingPages`], [`RemainingPages`] | pages that arrive after the switchover: post-copy |
+//! | [`sample_content`] | how much of memory has content, for a forecast |
 //! | [`verify`] | comparison of both sides, by a path of its own |
 //!
 //! Threads and blocking calls throughout. Nothing here knows QEMU's monitor, the handover, or what carries the streams
@@ -42,6 +43,7 @@ mod reductions;
 pub mod round;
 pub mod send;
 mod sent_history;
+mod survey;
 mod tracked;
 pub mod verify;
 
@@ -75,6 +77,7 @@ pub use send::{
     SenderHandle, SourceRam, stream_of,
 };
 pub use sent_history::SentHistory;
+pub use survey::{ContentSample, sample_content};
 pub use tracee::TrackError;
 pub use tracked::TrackedRam;
 

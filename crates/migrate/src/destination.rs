@@ -4,6 +4,7 @@
 //! QEMU, an operator's decision. The engine decides everything that concerns ownership; the rest is the work of
 //! receiving ([`ArrivingVm`]).
 
+mod answers;
 mod discarding;
 mod ending;
 mod handover;
@@ -29,6 +30,7 @@ use link::transport::{ConnectionHandle, MessageSender};
 use proto::message::Proposal;
 
 use crate::clock::Clock;
+pub use answers::answers_from_journal;
 use api::progress::Publisher;
 use host::ArrivingVm;
 use host::Context;
@@ -68,7 +70,7 @@ struct DestinationConnections {
     /// Connections that the source reads, the control stream and connections for questions alike, by the driver's own
     /// count.
     open: BTreeMap<u64, OpenConnection>,
-    /// The control stream among `links`, and its generation.
+    /// The control stream among the connections in `open`, and its generation.
     control: ControlGeneration,
     /// A device state, or a list of pages, that is being received on the control stream.
     incoming_payload: Option<loading::IncomingPayload>,

@@ -6,10 +6,13 @@
 //! link, a user's command, QEMU's end) arrives in one [`inbox`], so that no phase can miss it.
 
 mod agreement;
+mod answers;
 mod conversation;
 mod cpu_throttle;
 mod ending;
+mod expected_end;
 mod failure;
+mod forecast;
 mod handover;
 mod inbox;
 mod participants;
@@ -37,6 +40,8 @@ use engine::session::{RegistryClient, SourceSession};
 use net::Prober;
 use proto::{Generation, VmName};
 
+pub use answers::answer_from_journal;
+pub use forecast::{ForecastBasis, SimulatedForecast, copied_bytes, forecast};
 pub use inbox::{SourceInbox, SourceMailbox, SourceNotice};
 
 use crate::clock::Clock;
@@ -332,6 +337,8 @@ struct SourceReporter {
     cpu: Option<CpuTime>,
     /// True if the destination found a page present that post-copy was to send, and stopped the guest for it.
     has_unexpected_page: bool,
+    /// Forecasts the end for users.
+    end_forecaster: Option<expected_end::EndForecaster>,
 }
 
 impl SourceDriver {

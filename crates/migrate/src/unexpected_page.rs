@@ -31,7 +31,7 @@ pub(crate) fn page_message(PageRequest { block, page }: PageRequest, ram: &[Prop
 }
 
 /// Returns the page that the journal has for an arrived or arriving VM.
-pub fn of_record(record: &MigrationRecord) -> Option<PageRequest> {
+pub(crate) fn of_record(record: &MigrationRecord) -> Option<PageRequest> {
     artifacts(record)?.missing_pages?.unexpected_page.map(|unexpected_page| unexpected_page.page)
 }
 

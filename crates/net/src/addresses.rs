@@ -32,6 +32,9 @@ mod abi {
 }
 
 /// Returns the addresses of this host.
+///
+/// # Errors
+/// If the kernel refuses the request, or does not answer in time.
 pub fn own(route: &Socket) -> io::Result<BTreeSet<IpAddr>> {
     let mut requests = Requests::default();
     requests.request(abi::GET_ADDRESS, DUMP, &[0; abi::ADDRESS_BYTES]);
@@ -46,6 +49,9 @@ pub fn own(route: &Socket) -> io::Result<BTreeSet<IpAddr>> {
 }
 
 /// Returns the addresses that this host knows as neighbours at these MAC addresses: it routes packets for them.
+///
+/// # Errors
+/// If the kernel refuses the request, or does not answer in time.
 pub fn neighbours(route: &Socket, macs: &[Mac]) -> io::Result<BTreeSet<IpAddr>> {
     let mut requests = Requests::default();
     requests.request(abi::GET_NEIGHBOUR, DUMP, &[0; abi::NEIGHBOUR_BYTES]);
@@ -81,6 +87,9 @@ pub struct SourceAddressSampler {
 
 impl SourceAddressSampler {
     /// Begins to sample the cards behind these interfaces, which are in the network namespace of this thread.
+    ///
+    /// # Errors
+    /// If an interface does not exist, or this process may not open packet sockets.
     pub fn start<'a>(cards: impl IntoIterator<Item = (&'a str, Mac)>) -> io::Result<Self> {
         let socket = |(interface, mac): (&str, Mac)| -> io::Result<(PacketSocket, Mac)> {
             Ok((PacketSocket::listen(interface, &filter::ether_src(mac))?, mac))
@@ -116,6 +125,9 @@ impl SourceAddressSampler {
     }
 
     /// Returns the addresses that were seen until now.
+    ///
+    /// # Errors
+    /// If an interface is gone.
     pub fn look(&mut self) -> io::Result<&BTreeSet<IpAddr>> {
         let mut buffer = [0; filter::FRAME_BYTES];
         for (socket, mac) in &self.sockets {

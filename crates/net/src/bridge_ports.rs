@@ -59,6 +59,9 @@ pub struct BridgePort {
 }
 
 /// Returns the place of an interface of this thread's network namespace; none if it is in no bridge.
+///
+/// # Errors
+/// `NotFound` if there is no such interface; others if the kernel refuses the request.
 pub fn bridge_port(interface: &str) -> io::Result<Option<BridgePort>> {
     let links = links(0)?;
     let Some(link) = links.iter().find(|link| link.name == interface) else {
@@ -154,6 +157,9 @@ fn place(index: u32, bridge: &Link, ports: &[Link]) -> BridgePort {
 }
 
 /// Returns the gateways of this host behind a device whose MAC addresses the host knows.
+///
+/// # Errors
+/// If the kernel refuses the request, or does not answer in time.
 pub fn gateways(device: u32) -> io::Result<Vec<IpAddr>> {
     let (next, mut known) = (next_hops(device)?, BTreeSet::new());
     let mut request = Requests::default();

@@ -23,6 +23,9 @@ pub struct ClaimSnooper {
 
 impl ClaimSnooper {
     /// Begins to observe the cards behind these interfaces, which are in the network namespace of this thread.
+    ///
+    /// # Errors
+    /// If an interface does not exist, or this process may not open packet sockets. Also if no thread can be started.
     pub fn start<'a>(cards: impl IntoIterator<Item = (&'a str, Mac)>) -> io::Result<Self> {
         let (mut sockets, mut claims) = (Vec::new(), Vec::new());
         for (interface, mac) in cards {

@@ -112,6 +112,9 @@ impl ConntrackEntry {
     }
 
     /// Decodes an entry that another host has sent, and returns what follows it.
+    ///
+    /// # Errors
+    /// If the bytes are cut off, or the entry is longer than one can be.
     pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), BadEntries> {
         let (length, rest) = bytes.split_first_chunk().ok_or(BadEntries)?;
         let length = Some(u32::from_le_bytes(*length) as usize).filter(|length| *length <= ENTRY_BYTES);
@@ -397,6 +400,9 @@ fn protocol_state<'a>(requests: &'a mut Requests, state: &[u8]) -> &'a mut Reque
 }
 
 /// Checks that this process may use connection tracking, and that the kernel has it.
+///
+/// # Errors
+/// If the kernel has no connection tracking, or this process may not use it.
 pub fn check(netfilter: &Socket) -> io::Result<()> {
     let mut requests = Requests::default();
     requests.request(abi::STATISTICS, DUMP, &[0; NFGEN_BYTES]);

@@ -91,6 +91,10 @@ impl ConntrackInstaller {
     }
 
     /// Makes changes.
+    ///
+    /// # Errors
+    /// If the kernel does not answer: entries that it may have by then count as installed, and are removed at the end. An
+    /// entry that it refuses is no error, and is in the result.
     pub fn apply(&self, changes: Vec<EntryChange>) -> io::Result<InstallResult> {
         self.lock().apply(changes)
     }

@@ -48,6 +48,9 @@ impl EntryChange {
     }
 
     /// Decodes a change, and returns what follows it.
+    ///
+    /// # Errors
+    /// If the bytes are cut off, or of an unknown kind.
     pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), BadEntries> {
         let (kind, rest) = bytes.split_first().ok_or(BadEntries)?;
         let (entry, rest) = ConntrackEntry::decode(rest)?;
@@ -61,6 +64,9 @@ impl EntryChange {
     }
 
     /// Decodes all changes of a list.
+    ///
+    /// # Errors
+    /// As for [`decode`](Self::decode): none of the changes is returned then.
     pub fn decode_all(mut bytes: &[u8]) -> Result<Vec<Self>, BadEntries> {
         let mut changes = Vec::new();
         while !bytes.is_empty() {

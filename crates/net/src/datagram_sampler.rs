@@ -23,6 +23,9 @@ pub struct DatagramSampler {
 
 impl DatagramSampler {
     /// Begins to sample the cards behind these interfaces, which are in the network namespace of this thread.
+    ///
+    /// # Errors
+    /// If an interface does not exist, or this process may not open packet sockets.
     pub fn start<'a>(cards: impl IntoIterator<Item = (&'a str, Mac)>) -> io::Result<Self> {
         let socket = |(interface, mac): (&str, Mac)| -> io::Result<(PacketSocket, Mac)> {
             Ok((PacketSocket::listen(interface, &filter::datagrams_from(mac))?, mac))
@@ -32,6 +35,9 @@ impl DatagramSampler {
     }
 
     /// Returns the entries of the flows that were seen until `now`, without those that have ended since.
+    ///
+    /// # Errors
+    /// If an interface is gone.
     pub fn look(&mut self, now: Instant) -> io::Result<impl Iterator<Item = &ConntrackEntry>> {
         let mut buffer = [0; filter::FRAME_BYTES];
         for (socket, mac) in &self.sockets {

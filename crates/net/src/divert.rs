@@ -100,6 +100,9 @@ impl Diversion {
 
     /// Takes the frames that were diverted since the last call, without those of the guest itself, which switches flood
     /// when they learn its new place.
+    ///
+    /// # Errors
+    /// If one of our taps is gone.
     pub fn take(&self) -> io::Result<Vec<HeldFrame>> {
         let mut frames = Vec::new();
         let mut buffer = vec![0; FRAME_BYTES];
@@ -138,6 +141,9 @@ impl Diversion {
 
     /// Removes the rules: from now on frames go to the guest by themselves. Those that were diverted before remain in
     /// our taps. A second call has no effect.
+    ///
+    /// # Errors
+    /// If the kernel refuses the request: the rules stay until the connection to netfilter is closed.
     pub fn stop(&self) -> io::Result<()> {
         if self.is_stopped.swap(true, Ordering::Relaxed) {
             return Ok(());

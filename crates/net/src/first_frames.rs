@@ -57,6 +57,9 @@ pub struct FirstFramesWatch {
 impl FirstFramesWatch {
     /// Begins to record the frames of the cards behind these interfaces, which are in the network namespace of this
     /// thread. A card may have several. The kernel keeps the frames until [`measure`](Self::measure) reads them.
+    ///
+    /// # Errors
+    /// If an interface does not exist, or this process may not open packet sockets.
     pub fn start<'a>(interfaces: impl IntoIterator<Item = (&'a str, Mac)>) -> io::Result<Self> {
         let (mut sockets, mut cards) = (Vec::new(), Vec::<FirstFrames>::new());
         for (interface, mac) in interfaces {

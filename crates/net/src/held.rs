@@ -57,6 +57,9 @@ impl HeldFrame {
 pub struct BadHeldFrames;
 
 /// Decodes frames that another host has sent.
+///
+/// # Errors
+/// If the bytes are cut off: none of the frames is returned then.
 pub fn decode(mut bytes: &[u8]) -> Result<Vec<HeldFrame>, BadHeldFrames> {
     let mut frames = Vec::new();
     while !bytes.is_empty() {

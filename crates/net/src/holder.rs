@@ -68,6 +68,9 @@ impl Holder {
 
     /// Ends the hold of a guest that runs here again: delivers all frames in their order, and then those that arrived
     /// in between. Returns the number of those that the guest got.
+    ///
+    /// # Errors
+    /// If one of our taps is gone, or the rules cannot be removed: frames that were not delivered are lost.
     pub fn deliver_back(mut self) -> io::Result<usize> {
         self.end();
         let kept = std::mem::take(&mut *lock(&self.kept));

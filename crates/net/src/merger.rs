@@ -70,6 +70,9 @@ enum Phase {
 
 impl Merger {
     /// Begins to discard diverted frames.
+    ///
+    /// # Errors
+    /// If no thread can be started.
     pub fn start(diversion: Diversion) -> io::Result<Self> {
         let state = State {
             phase: Phase::Discarding,
@@ -105,6 +108,9 @@ impl Merger {
 
     /// Begins to keep diverted frames, and delivers the frames that the source has sent: the state of the guest's cards
     /// is loaded, and the guest is announced a moment from now.
+    ///
+    /// # Errors
+    /// If one of our taps is gone.
     pub fn announced(&self) -> io::Result<()> {
         let mut state = self.0.0.lock();
         if matches!(state.phase, Phase::Discarding) {

@@ -206,21 +206,33 @@ pub struct Socket(OwnedFd);
 
 impl Socket {
     /// Opens a connection to netfilter, in the network namespace of this thread.
+    ///
+    /// # Errors
+    /// If the kernel has no netlink, or this process may not open such a connection.
     pub fn netfilter() -> io::Result<Self> {
         Self::open(Some(netlink::NETFILTER))
     }
 
     /// Opens a connection to the devices and routes of the network namespace of this thread.
+    ///
+    /// # Errors
+    /// As for [`netfilter`](Self::netfilter).
     pub fn route() -> io::Result<Self> {
         Self::open(None)
     }
 
     /// Opens a connection to parts of the kernel that are found by a name, in the network namespace of this thread.
+    ///
+    /// # Errors
+    /// As for [`netfilter`](Self::netfilter).
     pub fn generic() -> io::Result<Self> {
         Self::open(Some(netlink::GENERIC))
     }
 
     /// Returns the number of the device with this name, in the network namespace of this connection.
+    ///
+    /// # Errors
+    /// If there is no such device.
     pub fn index_of(&self, interface: &str) -> io::Result<u32> {
         Ok(rustix::net::netdevice::name_to_index(&self.0, interface)?)
     }
@@ -264,6 +276,9 @@ impl Socket {
     }
 
     /// Sends a request for a table, and passes each entry to `each`.
+    ///
+    /// # Errors
+    /// The kernel's error for the request, or a timeout. `each` may have been called before.
     pub fn dump(&self, requests: Requests, mut each: impl FnMut(&[u8])) -> io::Result<()> {
         self.send(requests)?;
         let mut buffer = vec![0; ANSWER_BYTES];
@@ -281,6 +296,9 @@ impl Socket {
 
     /// Sends a request for a table, and returns true if an entry is `found`. The rest is not read, so that the connection is
     /// of no use after that.
+    ///
+    /// # Errors
+    /// The kernel's error for the request, or a timeout.
     pub fn has(self, requests: Requests, found: impl Fn(&[u8]) -> bool) -> io::Result<bool> {
         self.send(requests)?;
         let mut buffer = vec![0; ANSWER_BYTES];

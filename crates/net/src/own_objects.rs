@@ -94,6 +94,9 @@ pub fn tables() -> io::Result<Vec<OwnObject>> {
 }
 
 /// Lists our devices, in the network namespace of this thread.
+///
+/// # Errors
+/// If the kernel refuses the request, or does not answer in time.
 pub fn devices() -> io::Result<Vec<OwnObject>> {
     let mut request = Requests::default();
     request.request(abi::GET_LINK, DUMP, &[0; abi::LINK_BYTES]);
@@ -104,6 +107,9 @@ pub fn devices() -> io::Result<Vec<OwnObject>> {
 }
 
 /// Lists our routes and policy rules, in the network namespace of this thread.
+///
+/// # Errors
+/// If the kernel refuses the request, or does not answer in time.
 pub fn routing() -> io::Result<Vec<OwnObject>> {
     let route = Socket::route()?;
     let mut names = BTreeMap::new();

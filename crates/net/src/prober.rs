@@ -35,6 +35,9 @@ pub struct Prober {
 
 impl Prober {
     /// Begins to send from the taps of these cards, each without a tag and in each of its VLANs.
+    ///
+    /// # Errors
+    /// If no thread can be started.
     pub fn start(nonce: u64, cards: Vec<(Card, Vec<u16>)>) -> io::Result<Self> {
         let loop_thread = LoopThread::start("probe", move |pause| repeat(nonce, &cards, pause))?;
         Ok(Self { _loop_thread: loop_thread })

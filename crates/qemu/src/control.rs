@@ -74,6 +74,20 @@ pub fn cpu_threads(qmp: &mut Qmp) -> Result<Vec<u32>, QmpError> {
     Ok(threads.into_iter().collect())
 }
 
+/// Returns the bytes that the guest has written to its disks since QEMU was started.
+pub fn written_to_disks(qmp: &mut Qmp) -> Result<u64, QmpError> {
+    #[derive(Deserialize)]
+    struct DiskStats {
+        stats: WriteStats,
+    }
+    #[derive(Deserialize)]
+    struct WriteStats {
+        wr_bytes: u64,
+    }
+    let disks: Vec<DiskStats> = qmp.execute("query-blockstats", Value::Null)?;
+    Ok(disks.iter().map(|disk| disk.stats.wr_bytes).fold(0, u64::saturating_add))
+}
+
 /// Returns the machine types that this QEMU supports, with their short names (`q35`).
 pub fn machine_types(qmp: &mut Qmp) -> Result<BTreeSet<String>, QmpError> {
     let machines: Vec<Value> = qmp.execute("query-machines", Value::Null)?;

@@ -5,6 +5,7 @@
 //! name, and errors name the obstacle to talking to it together with advice.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,6 +16,11 @@ use crate::cmdline::{self, QemuOption};
 use crate::describe::{StartCommand, absolute};
 use crate::process::start_time_ticks;
 use crate::qmp::{Qmp, QmpError};
+
+mod processes;
+
+pub use processes::other_kvm_processes;
+use processes::{all_processes, is_qemu_program, there, try_program};
 
 /// A QMP monitor of a QEMU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -155,13 +161,38 @@ pub enum FindError {
     },
 }
 
+/// The QEMUs of this host, as far as this user may see them.
+#[derive(Debug, Default)]
+pub struct QemuSurvey {
+    /// QEMUs, by process id.
+    pub found: Vec<QemuProcess>,
+    /// Processes of which it is not known whether they are QEMUs, with the obstacle.
+    pub unknown: Vec<(u32, io::Error)>,
+}
+
 /// Returns all QEMUs of this host that this user may see, by process id.
 pub fn list() -> Vec<QemuProcess> {
-    let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
-    let mut pids: Vec<u32> =
-        entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
-    pids.sort_unstable();
-    pids.into_iter().filter_map(inspect).collect()
+    survey().map(|survey| survey.found).unwrap_or_default()
+}
+
+/// Returns all QEMUs of this host, and what cannot be seen.
+///
+/// # Errors
+/// The processes of this host cannot be listed.
+pub fn survey() -> io::Result<QemuSurvey> {
+    let pids = all_processes()?;
+    let mut survey = QemuSurvey::default();
+    // `/proc` can be mounted so that it has only the processes of this user.
+    if pids.first() != Some(&1) {
+        survey.unknown.push((1, io::ErrorKind::PermissionDenied.into()));
+    }
+    for pid in pids {
+        match try_inspect(pid) {
+            Ok(found) => survey.found.extend(found),
+            Err(error) => survey.unknown.push((pid, error)),
+        }
+    }
+    Ok(survey)
 }
 
 /// Returns the selected QEMU.
@@ -245,9 +276,7 @@ fn has_same_root(pid: u32) -> bool {
 /// listen there. Other processes that name that path (`socat`, an editor) do not match.
 pub fn find_by_own_monitor(path: &Path) -> Option<u32> {
     let prefix = crate::command::monitor_prefix(path);
-    let pids = std::fs::read_dir("/proc").ok()?.flatten();
-    pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .find(|pid| has_argument(*pid, prefix.as_bytes()))
+    all_processes().ok()?.into_iter().find(|pid| has_argument(*pid, prefix.as_bytes()))
 }
 
 fn has_argument(pid: u32, prefix: &[u8]) -> bool {
@@ -261,27 +290,30 @@ pub(crate) fn is_qemu(pid: u32) -> bool {
 }
 
 fn inspect(pid: u32) -> Option<QemuProcess> {
+    try_inspect(pid).ok().flatten()
+}
+
+/// Returns a process as a QEMU; none if it is none.
+///
+/// # Errors
+/// This user may not look at the process.
+fn try_inspect(pid: u32) -> io::Result<Option<QemuProcess>> {
+    let Some(binary) = try_program(pid)?.filter(|binary| is_qemu_program(binary)) else { return Ok(None) };
     let proc = PathBuf::from(format!("/proc/{pid}"));
-    let binary = std::fs::read_link(proc.join("exe")).ok()?;
-    // The program's file was upgraded in the meantime.
-    let text = binary.to_string_lossy();
-    let binary = PathBuf::from(text.strip_suffix(" (deleted)").unwrap_or(&text));
-    let program = binary.file_name()?.to_string_lossy().into_owned();
-    let is_qemu = program.starts_with("qemu-system-") || program == "qemu-kvm" || program == "kvm";
-    if !is_qemu {
-        return None;
-    }
-    let cmdline = std::fs::read(proc.join("cmdline")).ok()?;
+    let Some(cmdline) = there(std::fs::read(proc.join("cmdline")))? else { return Ok(None) };
     let mut words = split_cmdline(&cmdline).into_iter();
     // A process that has ended and was not waited for has no command line.
-    words.next()?;
+    if words.next().is_none() {
+        return Ok(None);
+    }
     let arguments: Vec<String> = words.collect();
-    let working_dir = std::fs::read_link(proc.join("cwd")).ok()?;
+    let Some(working_dir) = there(std::fs::read_link(proc.join("cwd")))? else { return Ok(None) };
+    let Some(start_time_ticks) = start_time_ticks(pid) else { return Ok(None) };
     let given = cmdline::parse(&arguments);
     let cgroup = std::fs::read_to_string(proc.join("cgroup")).unwrap_or_default();
-    Some(QemuProcess {
+    Ok(Some(QemuProcess {
         pid,
-        start_time_ticks: start_time_ticks(pid)?,
+        start_time_ticks,
         name: guest_name(&given),
         monitors: monitors(pid, &given, &working_dir),
         unit: unit(&cgroup),
@@ -289,7 +321,7 @@ fn inspect(pid: u32) -> Option<QemuProcess> {
         binary,
         arguments,
         working_dir,
-    })
+    }))
 }
 
 fn split_cmdline(bytes: &[u8]) -> Vec<String> {

@@ -324,7 +324,7 @@ impl Cluster {
 }
 
 /// Makes a program that starts a QEMU with the arguments that it always needs here (its firmware directories).
-fn wrapper(directory: &Path, qemu: &lab::Qemu) -> PathBuf {
+pub fn wrapper(directory: &Path, qemu: &lab::Qemu) -> PathBuf {
     if qemu.arguments().is_empty() {
         return qemu.program.clone();
     }

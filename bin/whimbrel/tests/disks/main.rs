@@ -138,11 +138,12 @@ fn the_disk_arrives_before_the_guest_and_memory_after_it() {
             && round["stopped"] == false
             && round["dirty_pages"] != 0
             && round["disk_pages"] == round["dirty_pages"]
+            && round["participant_pages"]["disks"] == round["disk_pages"]
     });
     // If the host's storage was blocked all the time, no writes were collected.
-    let had_gathered = report["traces"][0]["entries"].as_array().unwrap().iter().any(|look| {
-        let seen = |name: &str| look["observed"][name].as_u64().unwrap_or(0);
-        seen("round") >= 1 && seen("disk_pages") > 200
+    let had_gathered = report["traces"][0]["entries"].as_array().unwrap().iter().any(|entry| {
+        let seen = |name: &str| entry["observed"][name].as_u64();
+        seen("pass") >= Some(1) && seen("must_precopy_pages") > Some(200)
     });
     let decisions = decisions(&assert_replayed(&report));
     let is_sent_first =

@@ -32,7 +32,8 @@ use serde::{Deserialize, Serialize};
 
 use super::operator::OperatorDecision;
 use super::registry::{RegistryAnswer, RequestPurpose};
-use super::{Ignored, Illegal, MigrationTerms, QemuAtStart, Role, Step};
+use super::terms::{MigrationTerms, QemuAtStart, Role};
+use super::transition::{Ignored, Illegal, Step};
 
 /// State of the destination, as the journal keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -193,8 +194,14 @@ pub enum DestinationEffect {
         /// The request.
         request: RegistryRequest,
     },
-    /// QMP `cont`; ends in `Continued`, `ContFailed` or `QemuDied`.
+    /// Let the participants act for the last time before the guest, thaw QEMU, and send QMP `cont`; ends in
+    /// `Continued`, `ContFailed` or `QemuDied`.
     Cont,
+    /// Send SIGCONT to the destination's QEMU, whose guest may stay paused: the VM's users control it from here on.
+    ThawQemu,
+    /// Inform the participants of the migration that the guest runs here, or stays paused here. They cannot undo what
+    /// they do then.
+    CommitParticipants,
     /// QMP `announce-self`: switches learn the new location of the guest.
     Announce,
     /// Send INCOMPLETE: the guest runs here, and needs the source's pages.
@@ -362,6 +369,8 @@ impl DestinationEffect {
             Self::AskSource => "ask-source",
             Self::Registry { why, .. } => why.name(),
             Self::Cont => "cont",
+            Self::ThawQemu => "thaw-qemu",
+            Self::CommitParticipants => "commit-participants",
             Self::Announce => "announce",
             Self::SendIncomplete => "send-incomplete",
             Self::SendRunning => "send-running",

@@ -6,9 +6,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::MigrationTerms;
 use super::destination::DestinationState;
 use super::source::SourceState;
+use super::terms::MigrationTerms;
 
 pub use super::operator::OperatorDecision;
 

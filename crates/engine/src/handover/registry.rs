@@ -27,7 +27,7 @@ use proto::message::{Offer, Ownership, RegistryReply, RegistryRequest};
 use proto::{Epoch, HostId, Incarnation};
 use serde::{Deserialize, Serialize};
 
-use super::MigrationTerms;
+use super::terms::MigrationTerms;
 
 /// Processes a request. Returns the reply, and the record to store if it changes.
 pub fn apply(request: &RegistryRequest, record: Option<&Ownership>) -> (RegistryReply, Option<Ownership>) {

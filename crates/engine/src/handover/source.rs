@@ -30,7 +30,8 @@ use serde::{Deserialize, Serialize};
 
 use super::operator::OperatorDecision;
 use super::registry::{RegistryAnswer, RequestPurpose};
-use super::{Ignored, Illegal, MigrationTerms, QemuAtStart, Role, Step};
+use super::terms::{MigrationTerms, QemuAtStart, Role};
+use super::transition::{Ignored, Illegal, Step};
 
 /// State of the source, as the journal keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -167,13 +168,18 @@ pub enum SourceEvent {
 /// Action of the source's agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SourceEffect {
-    /// Write the state into the journal. The agent then informs the participants of the migration.
+    /// Write the state into the journal.
     Journal {
         /// The state to write.
         state: SourceState,
         /// True if the entry has to be synced before the next effect.
         durable: bool,
     },
+    /// Inform the participants of the migration that COMMITTED is in the journal.
+    CommitParticipants,
+    /// Inform the participants of the migration that the guest runs at the destination, or is the destination's by an
+    /// operator's decision.
+    NotifyRunning,
     /// QMP `stop`.
     StopVm,
     /// Send SIGSTOP to the source's QEMU.
@@ -343,6 +349,8 @@ impl SourceEffect {
         match self {
             Self::Journal { durable: false, .. } => "journal",
             Self::Journal { durable: true, .. } => "journal-sync",
+            Self::CommitParticipants => "commit-participants",
+            Self::NotifyRunning => "notify-running",
             Self::StopVm => "stop-vm",
             Self::FreezeQemu => "freeze-qemu",
             Self::ThawQemu => "thaw-qemu",

@@ -9,12 +9,13 @@ use std::fmt::Write as _;
 use proto::message::{Offer, Ownership, Verdict};
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 
-use super::FaultPoint;
 use super::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
+use super::fault_point::FaultPoint;
 use super::recover::OperatorDecision;
 use super::registry::RegistryAnswer;
 use super::source::{SourceEffect, SourceEvent, SourceState, source};
-use super::{Illegal, MigrationTerms, QemuAtStart, Role, Step, Transition};
+use super::terms::{MigrationTerms, QemuAtStart, Role};
+use super::transition::{Illegal, Step, Transition};
 
 /// One legal transition.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -1,6 +1,8 @@
+use std::fmt;
+
 use proptest::prelude::*;
-use proto::message::{Ownership, RegistryReply, Verdict};
-use proto::{Generation, Incarnation, VmName};
+use proto::message::{Ownership, RegistryReply, RegistryRequest, Verdict};
+use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 
 use super::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use super::recover::{Choice, OperatorDecision, advise_destination, advise_source};
@@ -62,31 +64,29 @@ fn walk_destination(
 #[test]
 fn a_guest_moves() {
     let terms = terms(None);
-    let ready = SourceEvent::Ready { epoch: EPOCH, incarnation: incarnation(1) };
     let events = vec![
         SourceEvent::Begin { run: true },
         SourceEvent::Stop { run: true },
-        ready,
+        SourceEvent::Ready { epoch: EPOCH, incarnation: incarnation(1) },
         SourceEvent::Running { epoch: EPOCH },
     ];
     let (state, effects) = walk_source(&terms, events);
     assert_eq!(state.name(), "done");
-    let expected = ["journal-sync", "journal", "stop-vm", "journal", "freeze-qemu", "send-go"];
-    assert_eq!(effects[..6], expected);
-    assert_eq!(effects[6..], ["journal", "quit-qemu", "report"]);
+    let expected = "journal-sync journal stop-vm journal commit-participants freeze-qemu send-go journal \
+                    notify-running quit-qemu report";
+    assert_eq!(effects.join(" "), expected);
 
-    let go = DestinationEvent::Go { epoch: EPOCH, incarnation: incarnation(1), run: true };
     let events = vec![
         DestinationEvent::Prepare,
         DestinationEvent::Loaded { incarnation: incarnation(1), run: true },
-        go,
+        DestinationEvent::Go { epoch: EPOCH, incarnation: incarnation(1), run: true },
         DestinationEvent::Continued { missing: false },
     ];
     let (state, effects) = walk_destination(&terms, events);
     assert_eq!(state.name(), "active");
-    let expected =
-        ["journal-sync", "journal", "send-ready", "journal", "cont", "journal", "announce", "send-running"];
-    assert_eq!(effects[..8], expected);
+    let expected = "journal-sync journal send-ready journal cont journal thaw-qemu commit-participants announce \
+                    send-running report";
+    assert_eq!(effects.join(" "), expected);
 }
 
 /// Trap 17: a guest that its user had paused is never continued, whatever happens to the migration.

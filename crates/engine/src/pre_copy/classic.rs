@@ -4,8 +4,10 @@ use proto::limits::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 
 use super::forecast::FixedCost;
+use super::policy::{
+    Decision, GiveUp, Limit, OnLimit, Policy, PreCopyGoals, RoundObservation, ThrottleChange,
+};
 use super::post_copy_start::PostCopyStart;
-use super::{Decision, GiveUp, Limit, OnLimit, Policy, PreCopyGoals, RoundObservation, ThrottleChange};
 
 /// KVM's rule (Ibrahim et al., Algorithm 1): stops as soon as the remaining pages take less than the downtime limit at
 /// the rate of the last round, and sends rounds until then. Here it has a limit of rounds, like every policy.

@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast};
+use super::policy::{Decision, Policy, PreCopyGoals, RoundObservation, ThrottleChange};
 use super::post_copy_start::PostCopyStart;
-use super::{Decision, Policy, PreCopyGoals, RoundObservation, ThrottleChange};
 
 /// Sends all of memory once, or several times, while the guest runs at the source; the remaining pages are sent while
 /// it runs at the destination. In the first pass the pages that the guest writes are sent last, so that few are sent

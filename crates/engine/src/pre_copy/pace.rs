@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use proto::limits::{CHUNK_PAGES, PAGE_BYTES};
 
-use super::RoundObservation;
+use super::policy::RoundObservation;
 
 /// Linear regression of the rounds' durations against their numbers of pages.
 ///

@@ -1,37 +1,15 @@
 //! The policy of patterns: it detects from how a guest writes that rounds do not help any more.
 
 use std::collections::VecDeque;
-use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast, gain_ns};
 use super::pace::Pace;
+use super::policy::{
+    Decision, GiveUp, Limit, OnLimit, Pattern, Policy, PreCopyGoals, RoundObservation, ThrottleChange,
+};
 use super::post_copy_start::PostCopyStart;
-use super::{Decision, GiveUp, Limit, OnLimit, Policy, PreCopyGoals, RoundObservation, ThrottleChange};
-
-/// Pattern of a guest's writes where rounds do not shorten the downtime any more (Ibrahim et al., section VII, Fig.
-/// 10).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Pattern {
-    /// a: as many pages are written as are sent, so that the number of modified pages stays the same.
-    Stable,
-    /// b: all modified pages were sent in less than a sampling interval.
-    Drained,
-    /// c: the pages that are sent were sent shortly before, too.
-    Resent,
-}
-
-impl fmt::Display for Pattern {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Stable => "pattern a: pages are written as fast as they are sent",
-            Self::Drained => "pattern b: each round sends all written pages immediately",
-            Self::Resent => "pattern c: the same pages are written again and again",
-        })
-    }
-}
 
 /// Sampling of the guest's writes, and thresholds of the patterns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

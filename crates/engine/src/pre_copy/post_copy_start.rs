@@ -1,7 +1,7 @@
 //! Start of post-copy for a guest with copied disks.
 
 use super::forecast::FixedCost;
-use super::{Decision, GiveUp, Limit, RoundObservation};
+use super::policy::{Decision, GiveUp, Limit, RoundObservation};
 
 /// Decides when post-copy starts. The remaining pages of memory may follow the guest; those of its disks may not,
 /// because QEMU would read missing data. So rounds of disks alone are sent first, as long as each leaves fewer pages

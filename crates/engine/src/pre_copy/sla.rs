@@ -5,10 +5,11 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast};
-use super::post_copy_start::{PostCopyStart, downtime_ns};
-use super::{
-    Decision, GiveUp, Limit, OnLimit, PatternPolicy, Policy, PreCopyGoals, RoundObservation, ThrottleChange,
+use super::pattern::{PatternPolicy, Sampling};
+use super::policy::{
+    Decision, GiveUp, Limit, OnLimit, Policy, PreCopyGoals, RoundObservation, ThrottleChange,
 };
+use super::post_copy_start::{PostCopyStart, downtime_ns};
 use crate::throttle::processors::CpuThrottlePolicy;
 
 /// Strategies to continue a migration, in ascending order of the cost for the guest; the last one needs both hosts
@@ -180,7 +181,7 @@ impl SlaPolicy {
 
     /// Sets the sampling.
     #[must_use]
-    pub fn sampling(self, sampling: super::Sampling) -> Self {
+    pub fn sampling(self, sampling: Sampling) -> Self {
         Self { rounds: self.rounds.sampling(sampling), ..self }
     }
 

@@ -1,3 +1,5 @@
+use proto::limits::PAGE_BYTES;
+
 use super::*;
 
 mod generated;

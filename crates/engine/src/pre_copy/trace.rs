@@ -2,12 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{
-    Decision, HybridPolicy, Outlook, PatternPolicy, Policy, PreCopyGoals, RoundObservation, SlaPolicy,
-    ThrottleChange,
-};
 #[cfg(feature = "comparison")]
-use super::{RoundCountPolicy, TargetPolicy};
+use super::classic::{RoundCountPolicy, TargetPolicy};
+use super::hybrid::HybridPolicy;
+use super::pattern::PatternPolicy;
+use super::policy::{Decision, Policy, PreCopyGoals, RoundObservation, ThrottleChange};
+use super::sla::{Outlook, SlaPolicy};
 use crate::trace::{self, Decider};
 
 /// Any of the policies, as a trace records it.

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 pub use arrival::{Admission, ControlGeneration, MessageContext, NotReady, PayloadKind, RefusedPayload};
 
-use super::driver_step::SessionCore;
-use super::{DriverStep, Time};
+use super::driver_step::{DriverStep, SessionCore};
+use super::time::Time;
 use crate::handover::destination::{DestinationEvent, DestinationState};
 
 /// Session of a destination: the state of its handover, and all that decides what its driver does next.

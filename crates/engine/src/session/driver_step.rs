@@ -1,7 +1,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::{Contact, Time};
+use super::time::{Contact, Time};
 
 /// Next step of a driver.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use proto::message::RegistryRequest;
 
-use super::Time;
+use super::time::Time;
 use crate::handover::registry::RegistryAnswer;
 
 /// One driver's requests to the registry: one at a time, so that a registry that does not answer does not accumulate

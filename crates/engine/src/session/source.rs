@@ -24,8 +24,8 @@ pub use rounds::{DecidedRound, RoundContext, RoundStep, Rounds, ScanResult, Sent
 pub use serving::{ServingAttempt, ServingContext, ServingStep};
 pub use switchover::SwitchoverPlan;
 
-use super::driver_step::SessionCore;
-use super::{DriverStep, Time};
+use super::driver_step::{DriverStep, SessionCore};
+use super::time::Time;
 use crate::handover::source::{SourceEvent, SourceState};
 
 /// Session of a source: the state of its handover, and all that decides what its driver does next once the phases of

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use super::Time;
+use super::time::Time;
 
 /// Patience of a source with the destination while the guest is stopped: longer than everything should need, but not
 /// for ever. An agent that hangs is no reason to keep the guest stopped, even if its host works.

@@ -81,7 +81,7 @@ const TROUBLES: [Trouble; 8] = [
 const SIDES: [Side; 2] = [Side::Source, Side::Destination];
 
 /// No transition has more effects than this.
-const MOST_EFFECTS: usize = 5;
+pub(crate) const MOST_EFFECTS: usize = 6;
 
 impl Model for Handover {
     type State = World;

@@ -31,7 +31,7 @@ use engine::handover::source::source;
 use engine::handover::{Role, Step, table};
 use stateright::{Checker, HasDiscoveries, Model};
 
-use handover::{Handover, THREW_AWAY};
+use handover::{Handover, MOST_EFFECTS, THREW_AWAY};
 use mutation::{CORRECT, Rules};
 use overrides::OVERRIDES;
 use world::Budget;
@@ -267,6 +267,8 @@ fn the_model_takes_the_table() {
     }
     let taken = TAKEN.lock().expect("no test panics with it");
     let all = table::transitions();
+    let most = all.iter().map(|transition| transition.effects.len()).max();
+    assert_eq!(most, Some(MOST_EFFECTS), "agents die between all effects");
     let missed: Vec<_> = all.iter().filter(|transition| !taken.contains(&transition.name())).collect();
     println!("{} of {} transitions taken", all.len() - missed.len(), all.len());
     let explains = |(part, why): &(&str, &str), transition: &table::TransitionRow| {

@@ -38,6 +38,11 @@ impl Pool {
         }
     }
 
+    /// Returns the space that migrations may use, in bytes; 0 if the pool cannot be used.
+    pub fn free_space_bytes(&self) -> u64 {
+        self.room().map_or(0, |room| room.usage.free_bytes(self.keep_free_percent))
+    }
+
     /// Returns findings for images that need this much space, given the space that arriving VMs will still use.
     pub(crate) fn check_space(&self, needed_bytes: u64, reserved_bytes: u64) -> Vec<Finding> {
         match self.room() {

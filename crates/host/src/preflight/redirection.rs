@@ -353,7 +353,7 @@ fn finding(found: RedirectionFinding) -> Finding {
     Finding { severity, code: found.code.to_owned(), what: found.text, advice: found.advice }
 }
 
-/// Says what will happen to the VM's connections.
+/// Returns the finding about the fate of the VM's connections.
 fn redirected(redirection: &Redirection) -> Finding {
     let pairs = redirection.place.attachment.pairs.iter();
     let is_translated = redirection.is_translated();

@@ -4,7 +4,8 @@ use proto::limits::PAGE_BYTES;
 use tracee::maps::{Backing, Mapping, mappings};
 use tracee::{Process, RamFile, RamFileKind};
 
-use super::{DropWatch, RamError, RamRegion};
+use super::block::{RamError, RamRegion};
+use super::dropped::DropWatch;
 
 /// Backing of a block.
 #[derive(Debug)]

@@ -7,9 +7,9 @@ use proto::limits::PAGE_BYTES;
 use tracee::{AddressRange, Pagemap, Process, RamFile, RamFileKind, RemoteMemory};
 
 use super::backing::{BlockBacking, find};
+use super::block::{BlockWriter, DiscardMethod, RamError, RamRegion};
 use super::preallocated::Preallocated;
 use super::zero::ZEROS;
-use super::{BlockWriter, DiscardMethod, RamError, RamRegion};
 use crate::lock;
 use crate::page_set::PageSet;
 

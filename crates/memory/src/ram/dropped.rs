@@ -15,7 +15,7 @@ use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 use tracee::RamFile;
 
-use super::RamError;
+use super::block::RamError;
 use super::zero::is_zero;
 use crate::page_set::PageSet;
 

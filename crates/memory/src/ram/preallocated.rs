@@ -9,8 +9,8 @@ use std::ops::Range;
 
 use proto::limits::PAGE_BYTES;
 
+use super::block::{BlockWriter, DiscardMethod, RamError};
 use super::zero::{ZEROS, is_zero};
-use super::{BlockWriter, DiscardMethod, RamError};
 
 /// A block whose pages all stay allocated.
 pub(super) struct Preallocated(pub(super) Box<dyn BlockWriter>);

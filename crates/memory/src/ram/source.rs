@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use tracee::{AddressRange, Pagemap, Process, RamFile, RemoteMemory};
 
 use super::backing::{BlockBacking, find};
-use super::{BlockReader, RamError, RamRegion};
+use super::block::{BlockReader, RamError, RamRegion};
 use crate::lock;
 
 /// Opens the RAM of a QEMU for reading, block by block, each with the reader that fits it.

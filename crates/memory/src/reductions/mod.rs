@@ -12,11 +12,9 @@
 //! destination decoders ([`decoding`]). A migration's reductions are a list ([`Reductions`]): of its encoders the first
 //! that can reduce a page does so.
 
-use std::fmt;
 use std::sync::Arc;
 
-use crate::chunk::ChunkId;
-use crate::chunk::encoding::{Encoder, PresumedPages};
+use crate::chunk::encoding::Encoder;
 use crate::meter::LinkMeter;
 use crate::page_set::PageSet;
 
@@ -25,53 +23,10 @@ pub(crate) mod decoders;
 pub(crate) mod decoding;
 pub(crate) mod deltas;
 pub(crate) mod hints;
+pub(crate) mod reduction;
 pub(crate) mod references;
 
-/// Stage of a migration at which reductions end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ReductionStage {
-    /// All of memory was sent once: pages written later are on no disk.
-    MemorySent,
-    /// The guest is stopped, and the remaining pages are about to be sent.
-    GuestStopped,
-    /// The devices are saved, and the last round is about to be sent: no page of it may be missing.
-    DevicesSaved,
-    /// The guest is stopped, and the remaining pages are sent after the switchover.
-    PostCopy,
-}
-
-/// A way to send fewer bytes, in one migration.
-///
-/// No method has a default, so that none is forgotten. All may be called from several threads at once.
-pub trait Reduction: fmt::Debug + Send + Sync {
-    /// Creates the encoder of one stream.
-    fn encoder(self: Arc<Self>) -> Encoder;
-
-    /// Learns that these pages of each block are sent in this round, or wait for it.
-    fn awaited(&self, owed: &[PageSet], round: u32);
-
-    /// Learns that the destination has applied a frame of a chunk, with these pages that it had to complete itself.
-    fn acknowledged(&self, chunk: ChunkId, presumed: &PresumedPages);
-
-    /// Learns that the destination could not complete these pages of a chunk: they are sent again.
-    fn refused(&self, chunk: ChunkId, refused: &PresumedPages);
-
-    /// Learns that a round was interrupted, so that these pages of each block may not have arrived. No stream sends
-    /// during this call.
-    fn interrupted(&self, owed: &[PageSet], round: u32);
-
-    /// Learns that the destination discards these pages of each block.
-    fn discarded(&self, pages: &[PageSet]);
-
-    /// Learns that a dirty scan has found these pages of a block of memory.
-    fn written(&self, block: usize, found: &PageSet);
-
-    /// Returns how many of these pages will certainly not be reduced.
-    fn full_pages(&self, owed: &[PageSet]) -> u64;
-
-    /// Ends at the stages at which it has to, for good.
-    fn end(&self, stage: ReductionStage);
-}
+pub use reduction::{Reduction, ReductionStage};
 
 /// The reductions of a migration, the same for all its generations.
 #[derive(Clone, Debug, Default)]

@@ -27,166 +27,25 @@
 mod disks;
 mod memory;
 mod network;
+mod participant;
 mod redirection;
 #[cfg(test)]
 pub(super) mod tests;
 
 use std::ops::Range;
-use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 use ::memory::{BlockWriter, ReceiverHandle};
-use proto::MigrationId;
 use proto::message::{Message, Proposal};
-use qemu::qmp::QmpError;
 
-use super::inbox::DestinationMailbox;
-use host::disks::{KnownFile, PlannedDisk};
+pub use self::participant::ArrivalPlan;
+pub(super) use self::participant::{
+    ArrivalEnvironment, ArrivingParticipant, ArrivingProfile, GuestRan, Incomparable, LastMessage, Leftover,
+    ReceivedRound, RoundObserver,
+};
 use host::fault::Faults;
-use host::redirections::AgreedRedirections;
 use host::verification::CompareError;
-use host::{ArrivalArtifacts, ArrivalError, ArrivingVm, Context};
-
-/// Part of a VM that arrives.
-pub(super) trait ArrivingParticipant: Send {
-    /// Returns the facts about this participant that never change.
-    fn profile(&self) -> ArrivingProfile;
-
-    /// Learns what was proposed and planned, and refuses what is impossible.
-    fn check(&mut self, proposal: &Proposal, plan: &ArrivalPlan) -> Result<(), ArrivalError>;
-
-    /// Makes what QEMU opens when it is started, and adds it to `artifacts`, by which it is found again.
-    fn prepare(&mut self, artifacts: &mut ArrivalArtifacts) -> Result<(), ArrivalError>;
-
-    /// Opens the blocks for writing, once, in the order in which the source sends them.
-    fn open(&mut self, vm: &mut ArrivingVm) -> Result<OpenBlocks, ArrivalError>;
-
-    /// Learns from a message of the source's participants, which arrives before the device state.
-    fn learn(&mut self, message: &Message);
-
-    /// Returns the chunks of its block `block` that differ from the source's hashes. Everything is read anew, by a path
-    /// that shares nothing with the one that wrote it.
-    fn compare(
-        &mut self,
-        vm: &mut ArrivingVm,
-        block: usize,
-        first_chunk: u64,
-        theirs: &[String],
-    ) -> Result<Vec<u64>, Incomparable>;
-
-    /// Acts once all of its pages have arrived that precede the guest, while QEMU loads the devices.
-    fn freeze(&mut self) -> Result<(), ArrivalError>;
-
-    /// Acts once the devices are loaded, and refuses what would fail when the guest is to run.
-    fn ready(&mut self, vm: &mut ArrivingVm) -> Result<(), ArrivalError>;
-
-    /// Acts right before the guest is to run, whose devices are loaded. Is called again if `cont` is repeated.
-    fn before_cont(&mut self);
-
-    /// Acts once the guest runs here, or is its user's to resume. `runs_for` is the time for which it has run; none if
-    /// it stays paused.
-    fn commit(&mut self, vm: &mut ArrivingVm, runs_for: Option<Duration>);
-
-    /// Ends all work of this agent on a copy that is about to be discarded; its QEMU may live. Removes what that QEMU has
-    /// no part in, like conntrack entries and redirections.
-    fn abandon(&mut self);
-
-    /// Removes all that was made on this host and is still there, by this agent or by one before it, after the end of the
-    /// copy's QEMU.
-    /// Returns what could not be removed. Is called again if it has to be.
-    fn undo(&mut self, artifacts: &ArrivalArtifacts, execution: GuestRan) -> Option<Leftover>;
-
-    /// Returns the places on this host where users find it; empty if it has gone with its QEMU.
-    fn places(&self) -> Vec<PathBuf>;
-
-    /// Returns the message for the source once the guest runs here and all of its pages are present, if there is one.
-    fn last_message(&mut self) -> Option<LastMessage>;
-
-    /// Acts once the guest runs here and all of its pages are present.
-    fn finish(&mut self, vm: Option<&ArrivingVm>);
-}
-
-/// Function that waits until a message is complete, and returns it. Runs on a thread of its own.
-pub(super) type LastMessage = Box<dyn FnOnce() -> Message + Send>;
-
-/// Unchanging facts about an arriving participant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ArrivingProfile {
-    /// Name, in the names of fault points and in messages.
-    pub(super) name: &'static str,
-    /// True if its pages may arrive after the guest runs here. Such participants precede the others.
-    pub(super) can_post_copy: bool,
-    /// Step before `commit` that cannot be undone, if there is one.
-    pub(super) irreversible: Option<&'static str>,
-}
-
-/// Results of the pre-flight check that the participants need.
-#[derive(Debug, Default)]
-pub struct ArrivalPlan {
-    /// Disks that are copied, with the places of their images.
-    pub copied: Vec<PlannedDisk>,
-    /// Images that both hosts have, as they are now, and that QEMU opens once more before the guest runs.
-    pub shared_files: Vec<KnownFile>,
-    /// Redirections of the VM's connections; they are there when QEMU has been started.
-    pub redirection: AgreedRedirections,
-}
-
-/// Blocks of a participant, open for writing.
-pub(super) struct OpenBlocks {
-    pub(super) writers: Vec<Box<dyn BlockWriter>>,
-    pub(super) after_round: RoundObserver,
-}
-
-/// Action after each round, before its acknowledgement. Runs on the thread of a stream: until it returns, the source
-/// sends nothing.
-pub(super) type RoundObserver = Box<dyn Fn(&ReceivedRound, &ReceiverHandle) + Send + Sync>;
-
-/// A round that was received.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ReceivedRound {
-    /// Number of the round among those that contained memory; 0 before the first of them.
-    pub(super) ram_round: u32,
-    /// Time since the first frame of the round.
-    pub(super) took: Duration,
-}
-
-/// Execution of the guest on this host, before its copy is discarded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum GuestRan {
-    /// The guest has never run here.
-    Never,
-    /// The guest has run here, or may have run.
-    Possibly,
-}
-
-/// Something that could not be removed from this host.
-pub(super) struct Leftover {
-    /// Message for users, in case that it stays.
-    pub(super) notice: String,
-    /// Tries again to remove it; returns true if it is gone.
-    pub(super) remove: Box<dyn Fn() -> bool + Send>,
-}
-
-/// Reason for which a part of the VM could not be compared.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum Incomparable {
-    /// QEMU was to be asked for the location of a block.
-    #[error("QEMU does not answer")]
-    Qemu(#[from] QmpError),
-    /// The block cannot be read, or does not exist here.
-    #[error("the two sides cannot be compared")]
-    Compare(#[from] CompareError),
-}
-
-/// Environment of the arriving participants.
-#[derive(Clone)]
-pub(super) struct ArrivalEnvironment {
-    pub(super) context: Arc<Context>,
-    pub(super) migration: MigrationId,
-    /// Sends notices to the driver, from threads of the participants.
-    pub(super) mailbox: DestinationMailbox,
-}
+use host::{ArrivalArtifacts, ArrivalError, ArrivingVm};
 
 /// Returns the participants of an arriving VM's migration, in the order of their blocks.
 pub(super) fn of_an_arriving_vm(environment: &ArrivalEnvironment) -> ArrivingParticipants {
@@ -242,27 +101,23 @@ impl ArrivingParticipants {
 
     /// Refuses what cannot arrive, before anything changes on this host.
     pub(super) fn check(&mut self, proposal: &Proposal, plan: &ArrivalPlan) -> Result<(), ArrivalError> {
-        for ArrivingMember { participant, profile, .. } in &mut self.members {
+        self.try_in_turn("check", |ArrivingMember { participant, profile, .. }| {
             if let Some(step) = profile.irreversible {
                 return Err(ArrivalError::Irreversible { participant: profile.name, step });
             }
-            participant.check(proposal, plan)?;
-        }
-        self.reach("check");
-        Ok(())
+            participant.check(proposal, plan)
+        })
     }
 
     /// Makes what QEMU opens when it is started. After an error the caller undoes.
     pub(super) fn prepare(&mut self, artifacts: &mut ArrivalArtifacts) -> Result<(), ArrivalError> {
-        self.members.iter_mut().try_for_each(|member| member.participant.prepare(artifacts))?;
-        self.reach("prepare");
-        Ok(())
+        self.try_in_turn("prepare", |member| member.participant.prepare(artifacts))
     }
 
     /// Opens the blocks of all.
     pub(super) fn open(&mut self, vm: &mut ArrivingVm) -> Result<AllBlocks, ArrivalError> {
         let (mut writers, mut observers, mut post_copied) = (Vec::new(), Vec::new(), 0);
-        for member in &mut self.members {
+        self.try_in_turn("open", |member| {
             let blocks = member.participant.open(vm)?;
             member.blocks = writers.len()..writers.len() + blocks.writers.len();
             if member.profile.can_post_copy {
@@ -275,8 +130,8 @@ impl ArrivingParticipants {
             }
             writers.extend(blocks.writers);
             observers.push(blocks.after_round);
-        }
-        self.reach("open");
+            Ok(())
+        })?;
         // The last ones first, as at the source: what they begin goes on while the others work.
         observers.reverse();
         let after_round = move |round: &ReceivedRound, handle: &ReceiverHandle| {
@@ -289,8 +144,7 @@ impl ArrivingParticipants {
 
     /// Passes on a message of the source's participants.
     pub(super) fn learn(&mut self, message: &Message) {
-        self.members.iter_mut().for_each(|member| member.participant.learn(message));
-        self.reach("learn");
+        self.in_turn("learn", |participant| participant.learn(message));
     }
 
     /// Returns the chunks of a block that differ from the source's hashes.
@@ -310,43 +164,35 @@ impl ArrivingParticipants {
 
     /// Acts while QEMU loads the devices.
     pub(super) fn freeze(&mut self) -> Result<(), ArrivalError> {
-        self.members.iter_mut().try_for_each(|member| member.participant.freeze())?;
-        self.reach("freeze");
-        Ok(())
+        self.try_in_turn("freeze", |member| member.participant.freeze())
     }
 
     /// Acts once the devices are loaded.
     pub(super) fn ready(&mut self, vm: &mut ArrivingVm) -> Result<(), ArrivalError> {
-        self.members.iter_mut().try_for_each(|member| member.participant.ready(vm))?;
-        self.reach("ready");
-        Ok(())
+        self.try_in_turn("ready", |member| member.participant.ready(vm))
     }
 
     /// Acts right before the guest is to run.
     pub(super) fn before_cont(&mut self) {
-        self.members.iter_mut().for_each(|member| member.participant.before_cont());
-        self.reach("before-cont");
+        self.in_turn("before-cont", |participant| participant.before_cont());
     }
 
     /// Acts once the guest runs here, for the time `runs_for`, or stays paused.
     pub(super) fn commit(&mut self, vm: &mut ArrivingVm, runs_for: Option<Duration>) {
-        self.members.iter_mut().for_each(|member| member.participant.commit(vm, runs_for));
-        self.reach("commit");
+        self.in_turn("commit", |participant| participant.commit(vm, runs_for));
     }
 
     /// Ends all work on a copy that is about to be discarded.
     pub(super) fn abandon(&mut self) {
-        self.members.iter_mut().for_each(|member| member.participant.abandon());
-        self.reach("abandon");
+        self.in_turn("abandon", |participant| participant.abandon());
     }
 
     /// Removes all that was made on this host, in the order of the list: unlike at the source, no guest runs that a
     /// participant might make wait, and none needs what another one has made. All participants undo, whatever one of
     /// them leaves behind.
     pub(super) fn undo(&mut self, artifacts: &ArrivalArtifacts, execution: GuestRan) -> Vec<Leftover> {
-        let members = self.members.iter_mut();
-        let left = members.filter_map(|member| member.participant.undo(artifacts, execution)).collect();
-        self.reach("undo");
+        let mut left = Vec::new();
+        self.in_turn("undo", |participant| left.extend(participant.undo(artifacts, execution)));
         left
     }
 
@@ -369,14 +215,35 @@ impl ArrivingParticipants {
 
     /// Acts once the guest runs here and all of its pages are present.
     pub(super) fn finish(&mut self, vm: Option<&ArrivingVm>) {
-        self.members.iter_mut().for_each(|member| member.participant.finish(vm));
-        self.reach("finish");
+        self.in_turn("finish", |participant| participant.finish(vm));
     }
 
-    /// Reaches the fault points of a step that all participants have done.
-    fn reach(&self, step: &str) {
-        for ArrivingMember { profile, .. } in &self.members {
-            self.faults.reach(|| format!("destination/{}/{step}", profile.name));
+    /// Lets each participant act, up to the first that fails. A host may fail between any two of them: the fault point of
+    /// each is reached when it has acted, and before the next one does.
+    fn try_in_turn(
+        &mut self,
+        step: &str,
+        mut act: impl FnMut(&mut ArrivingMember) -> Result<(), ArrivalError>,
+    ) -> Result<(), ArrivalError> {
+        for member in &mut self.members {
+            act(member)?;
+            member.reach(&self.faults, step);
         }
+        Ok(())
+    }
+
+    /// Lets each participant do a step that cannot fail, with the same fault points.
+    fn in_turn(&mut self, step: &str, mut act: impl FnMut(&mut dyn ArrivingParticipant)) {
+        for member in &mut self.members {
+            act(member.participant.as_mut());
+            member.reach(&self.faults, step);
+        }
+    }
+}
+
+impl ArrivingMember {
+    /// Reaches the fault point of a step that this participant has done.
+    fn reach(&self, faults: &Faults, step: &str) {
+        faults.reach(|| format!("destination/{}/{step}", self.profile.name));
     }
 }

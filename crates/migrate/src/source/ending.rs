@@ -54,6 +54,7 @@ impl SourceDriver {
         let sent = self.resources.stage.finish();
         let references = sent.as_ref().and_then(Committed::references);
         self.telemetry.follow(None);
+        self.reporter.end_forecaster = None;
         self.await_abort_read();
         if let Some(state) = self.session.take_unjournalled() {
             self.retry_journal(&state);
@@ -90,8 +91,10 @@ impl SourceDriver {
                 reason.filter(|_| outcome != Outcome::Moved || has_unexpected_page),
                 total_us,
             );
+            report.record_outcome();
         });
         self.record_report();
+        self.learn_for_forecasts();
         if standing == Standing::Done && self.await_last_messages() {
             self.record_report();
         }

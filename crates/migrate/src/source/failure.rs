@@ -1,5 +1,6 @@
 //! Failures of phases.
 
+use api::report::FailureKind;
 use engine::handover::source::SourceEvent;
 use proto::message::{Finding, Message, Severity};
 
@@ -10,11 +11,22 @@ pub(crate) struct Failure {
     pub(crate) event: SourceEvent,
     /// Reason for users.
     pub(crate) reason: String,
+    /// Kind for whoever decides about another attempt.
+    pub(crate) kind: FailureKind,
 }
 
 impl Failure {
     pub(crate) fn new(event: SourceEvent, reason: impl Into<String>) -> Self {
-        Self { event, reason: reason.into() }
+        let kind = match event {
+            SourceEvent::PeerLost | SourceEvent::PeerSilent => FailureKind::Connection,
+            _ => FailureKind::Other,
+        };
+        Self { event, reason: reason.into(), kind }
+    }
+
+    /// Returns the failure with another kind than the one that follows from its event.
+    pub(super) fn of_kind(self, kind: FailureKind) -> Self {
+        Self { kind, ..self }
     }
 
     /// Creates a failure that has its cause at the source, from an error with all its causes.

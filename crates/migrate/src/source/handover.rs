@@ -37,6 +37,9 @@ impl SourceDriver {
                 let failure = self.or_vm_ended(failure);
                 info!(migration = %self.terms.migration, reason = failure.reason, "the migration ends");
                 self.record_reason(&failure.reason);
+                if !matches!(failure.event, SourceEvent::Cancel | SourceEvent::QemuDied) {
+                    self.controls.report(|report| report.failure = Some(failure.kind));
+                }
                 failure.event
             }
         };

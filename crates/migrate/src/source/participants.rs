@@ -31,165 +31,32 @@ mod dns_records;
 mod log;
 mod memory;
 mod network;
+mod participant;
 mod redirection;
 #[cfg(test)]
 pub(super) mod tests;
 
+use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 
-use ::memory::{BlockReader, DirtyLog, OwedPages, PageSet, Reductions, RoundStats, ScanError, ScanStats};
-use engine::handover::MigrationTerms;
+use ::memory::{DirtyLog, OwedPages, PageSet, Reductions, RoundStats};
 use engine::handover::source::SourceEvent;
 use proto::limits::PAGE_BYTES;
 use proto::message::Message;
 use qemu::qmp::Qmp;
 
 use self::log::{Log, no_room};
-use super::MigrationControls;
+pub(super) use self::participant::{
+    Block, Comparison, Environment, Participant, PrepareProgress, Profile, UndoResult,
+};
 use super::agreement::Agreed;
 use super::failure::Failure;
 use super::payload::Payload;
 use super::telemetry::ShownBlock;
 use api::report::Report;
+use host::SourceVm;
+use host::fault::Faults;
 use host::verification::BlockHashes;
-use host::{Context, SourceVm};
-
-/// Part of a VM that migrates with it.
-pub(super) trait Participant: Send {
-    /// Returns the facts about this participant that never change.
-    fn profile(&self) -> Profile;
-
-    /// Adds to the report what both hosts have agreed on. The report is in the journal before anything is sent.
-    fn report(&self, agreed: &Agreed<'_>, report: &mut Report);
-
-    /// Learns what both hosts have agreed on, and refuses what is impossible.
-    fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure>;
-
-    /// Performs the next step of the preparation, which is short.
-    fn prepare(&mut self, vm: &mut SourceVm, reductions: &Reductions) -> Result<PrepareProgress, Failure>;
-
-    /// Returns the blocks of pages to send, once and in a fixed order. Participants that are sent first are prepared by
-    /// then.
-    fn blocks(&mut self, vm: &SourceVm) -> Result<Vec<Block>, Failure>;
-
-    /// Returns those of its [`blocks`](Self::blocks) that users see in the progress, each by itself; the number of the
-    /// first block is 0.
-    fn progress(&self) -> Vec<ShownBlock>;
-
-    /// Acts right before a round is sent in which up to `pages` pages are sent. Returns the number of pages after which
-    /// it has to be called again.
-    fn before_round(&mut self, vm: &mut SourceVm, pages: u64) -> Result<u64, Failure>;
-
-    /// Learns from a round, or from a part of one, that was sent.
-    fn after_round(&mut self, stats: &RoundStats);
-
-    /// Adds to `into`, which has a set for each block, the pages that were written since the last scan. `qmp` is absent
-    /// while QEMU saves its devices: what needs QEMU was scanned in [`freeze`](Self::freeze).
-    fn scan(&mut self, qmp: Option<&mut Qmp>, into: &mut [PageSet]) -> Result<ScanStats, ScanError>;
-
-    /// Tidies up after a scan, when there is time.
-    fn after_scan(&mut self, qmp: &mut Qmp) -> Result<(), Failure>;
-
-    /// Acts right before the guest is stopped, and refuses what would fail after it.
-    fn before_stop(&mut self, vm: &mut SourceVm) -> Result<(), Failure>;
-
-    /// Returns the message for the destination's participants, right before the guest is stopped, if there is one.
-    fn message(&mut self) -> Option<Message>;
-
-    /// Acts once the guest has stopped, before its devices are saved; adds the last pages that QEMU has to report.
-    fn freeze(&mut self, vm: &mut SourceVm, stop: Comparison, into: &mut [PageSet]) -> Result<(), Failure>;
-
-    /// Adds the hashes of a stopped guest's blocks, whose first has the number `first_block`. Everything is read anew,
-    /// by a path that shares nothing with the one that sent it. `left_out` are pages that are zeros at the destination.
-    fn hash(
-        &mut self,
-        vm: &mut SourceVm,
-        first_block: usize,
-        left_out: &[PageSet],
-        hashes: &mut BlockHashes,
-    ) -> Result<(), Failure>;
-
-    /// Acts while the destination loads the devices, before it receives FROZEN.
-    fn ready(&mut self, vm: &mut SourceVm) -> Result<(), Failure>;
-
-    /// Acts once COMMITTED is in the journal. May be called again, or never, and [`undo`](Self::undo) may follow.
-    fn commit(&mut self);
-
-    /// Undoes all that was changed on this host, by this agent or by one before it; `vm` is absent if its QEMU is gone.
-    /// A guest that is to run runs already. Is called again if it has to be.
-    fn undo(&mut self, vm: Option<&mut SourceVm>) -> UndoResult;
-
-    /// Acts as soon as it is known that the guest runs at the destination, before the end of QEMU, which may have pages to
-    /// send. May be called again, or never.
-    fn running(&mut self);
-
-    /// Acts after the end of QEMU, whose guest runs at the destination.
-    fn finish(&mut self);
-
-    /// Returns true if the destination's participant is to send a message once the guest runs there, and has not yet.
-    fn expects_message(&self) -> bool;
-
-    /// Learns from a message of the destination's participants.
-    fn learn(&mut self, message: &Message);
-}
-
-/// Unchanging facts about a participant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Profile {
-    /// Name, in the names of fault points and in messages.
-    pub(super) name: &'static str,
-    /// True if its pages may arrive after the guest runs at the destination. Such participants precede the others.
-    pub(super) can_post_copy: bool,
-    /// True if its pages are sent alone until few remain, before the others are prepared.
-    pub(super) is_sent_first: bool,
-    /// Step before COMMITTED that cannot be undone, if there is one.
-    pub(super) irreversible: Option<&'static str>,
-}
-
-/// A block of pages to send.
-pub(super) struct Block {
-    pub(super) reader: Box<dyn BlockReader>,
-    /// Pages of the first pass.
-    pub(super) first: PageSet,
-}
-
-/// Result of a step of the preparation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PrepareProgress {
-    /// More steps remain.
-    Unfinished,
-    /// The participant is prepared.
-    Done,
-}
-
-/// Kind of the guest's stop.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Comparison {
-    /// Both sides are compared after the last round.
-    Compared,
-    /// They are not compared.
-    NotCompared,
-}
-
-/// Result of undoing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum UndoResult {
-    /// Nothing remains.
-    Done,
-    /// It has to be tried again; the text is for users, in case that it never succeeds.
-    Retry(&'static str),
-}
-
-/// Environment of the participants.
-#[derive(Clone)]
-pub(super) struct Environment {
-    pub(super) context: Arc<Context>,
-    pub(super) terms: MigrationTerms,
-    pub(super) controls: Arc<MigrationControls>,
-    /// True if an agent before this one began the migration.
-    pub(super) is_resumed: bool,
-}
 
 /// Returns the participants of a VM's migration, in the order of their blocks.
 pub(super) fn of_a_vm(environment: &Environment) -> Participants {
@@ -208,7 +75,7 @@ pub(super) fn of_a_vm(environment: &Environment) -> Participants {
 /// Participants of a migration, with the numbers of their blocks.
 pub(super) struct Participants {
     members: Vec<Member>,
-    faults: host::fault::Faults,
+    faults: Faults,
 }
 
 struct Member {
@@ -223,7 +90,7 @@ struct Member {
 
 impl Participants {
     /// Creates the list.
-    pub(super) fn new(faults: host::fault::Faults, participants: Vec<Box<dyn Participant>>) -> Self {
+    pub(super) fn new(faults: Faults, participants: Vec<Box<dyn Participant>>) -> Self {
         let member = |participant: Box<dyn Participant>| Member {
             profile: participant.profile(),
             participant,
@@ -247,24 +114,25 @@ impl Participants {
 
     /// Refuses what cannot be migrated, before anything changes on this host.
     pub(super) fn check(&mut self, agreed: &Agreed<'_>) -> Result<(), Failure> {
-        for Member { participant, profile, .. } in &mut self.members {
+        self.try_in_turn("check", |Member { participant, profile, .. }| {
             if let Some(step) = profile.irreversible {
                 let reason = format!("{} cannot undo its step {step}; please report this", profile.name);
                 return Err(Failure::new(SourceEvent::Failed, reason));
             }
-            participant.check(agreed)?;
-        }
-        self.reach("check");
-        Ok(())
+            participant.check(agreed)
+        })
     }
 
     /// Prepares the participants that are sent first, and opens the blocks of all.
     pub(super) fn open(&mut self, vm: &mut SourceVm) -> Result<Payload, Failure> {
-        for member in self.members.iter_mut().filter(|member| member.profile.is_sent_first) {
-            while member.participant.prepare(vm, &Reductions::default())? == PrepareProgress::Unfinished {}
-            member.is_prepared = true;
-        }
-        self.reach("prepare-first");
+        self.try_in_turn("prepare-first", |member| {
+            if member.profile.is_sent_first {
+                while member.participant.prepare(vm, &Reductions::default())? == PrepareProgress::Unfinished {
+                }
+                member.is_prepared = true;
+            }
+            Ok(())
+        })?;
         let (mut readers, mut post_copied) = (Vec::new(), 0);
         for member in &mut self.members {
             let blocks = member.participant.blocks(vm)?;
@@ -294,12 +162,14 @@ impl Participants {
         owed: &mut OwedPages,
     ) -> Result<PrepareProgress, Failure> {
         let Some(member) = self.members.iter_mut().find(|member| !member.is_prepared) else {
-            self.reach("prepare");
+            let sent_first = self.members.iter().filter(|member| member.profile.is_sent_first);
+            sent_first.for_each(|member| member.reach(&self.faults, "prepare"));
             return Ok(PrepareProgress::Done);
         };
         if member.participant.prepare(vm, reductions)? == PrepareProgress::Done {
             member.is_prepared = true;
             owed.add_pages(member.blocks.start, &member.first);
+            member.reach(&self.faults, "prepare");
         }
         Ok(PrepareProgress::Unfinished)
     }
@@ -325,6 +195,16 @@ impl Participants {
     pub(super) fn pages_sent_first(&self) -> Vec<PageSet> {
         let early = self.members.iter().filter(|member| member.profile.is_sent_first);
         early.flat_map(|member| member.first.iter().cloned()).collect()
+    }
+
+    /// Returns the numbers of pages owed, by the names of the participants to which they belong; none where it is 0.
+    pub(super) fn pages_by_name(&self, owed: &OwedPages) -> BTreeMap<String, u64> {
+        let of = |member: &Member| {
+            let blocks = owed.blocks().get(member.blocks.clone())?;
+            let pages: u64 = blocks.iter().map(PageSet::count).sum();
+            (pages > 0).then(|| (member.profile.name.to_owned(), pages))
+        };
+        self.members.iter().filter_map(of).collect()
     }
 
     /// Returns the bytes of the first pass of the participants that are not prepared yet.
@@ -373,9 +253,7 @@ impl Participants {
 
     /// Acts right before the guest is stopped.
     pub(super) fn before_stop(&mut self, vm: &mut SourceVm) -> Result<(), Failure> {
-        self.members.iter_mut().try_for_each(|member| member.participant.before_stop(vm))?;
-        self.reach("before-stop");
-        Ok(())
+        self.try_in_turn("before-stop", |member| member.participant.before_stop(vm))
     }
 
     /// Returns the messages for the destination's participants.
@@ -390,14 +268,12 @@ impl Participants {
         stop: Comparison,
         owed: &mut OwedPages,
     ) -> Result<(), Failure> {
-        for member in &mut self.members {
+        self.try_in_turn("freeze", |member| {
             let blocks = owed.blocks_mut(member.blocks.clone()).ok_or_else(|| {
                 Failure::local("cannot find the dirty pages", &no_room(member.profile.name))
             })?;
-            member.participant.freeze(vm, stop, blocks)?;
-        }
-        self.reach("freeze");
-        Ok(())
+            member.participant.freeze(vm, stop, blocks)
+        })
     }
 
     /// Returns the hashes of all blocks of a stopped guest.
@@ -411,15 +287,12 @@ impl Participants {
 
     /// Acts while the destination loads the devices.
     pub(super) fn ready(&mut self, vm: &mut SourceVm) -> Result<(), Failure> {
-        self.members.iter_mut().try_for_each(|member| member.participant.ready(vm))?;
-        self.reach("ready");
-        Ok(())
+        self.try_in_turn("ready", |member| member.participant.ready(vm))
     }
 
     /// Acts once COMMITTED is in the journal.
     pub(super) fn commit(&mut self) {
-        self.members.iter_mut().for_each(|member| member.participant.commit());
-        self.reach("commit");
+        self.in_turn("commit", |participant| participant.commit());
     }
 
     /// Undoes all that was changed on this host, in the reverse order. All participants undo, whatever one of them
@@ -431,21 +304,19 @@ impl Participants {
             if let UndoResult::Retry(text) = member.participant.undo(vm.as_deref_mut()) {
                 remaining.push(text);
             }
+            member.reach(&self.faults, "undo");
         }
-        self.reach("undo");
         remaining
     }
 
     /// Acts once the guest runs at the destination.
     pub(super) fn running(&mut self) {
-        self.members.iter_mut().for_each(|member| member.participant.running());
-        self.reach("running");
+        self.in_turn("running", |participant| participant.running());
     }
 
     /// Acts after the end of QEMU.
     pub(super) fn finish(&mut self) {
-        self.members.iter_mut().for_each(|member| member.participant.finish());
-        self.reach("finish");
+        self.in_turn("finish", |participant| participant.finish());
     }
 
     /// Returns true if the destination has not sent all messages that it is to send once the guest runs there.
@@ -462,10 +333,32 @@ impl Participants {
         self.members.iter_mut().filter(|member| member.is_prepared)
     }
 
-    /// Reaches the fault points of a step that all participants have done.
-    fn reach(&self, step: &str) {
-        for Member { profile, .. } in &self.members {
-            self.faults.reach(|| format!("source/{}/{step}", profile.name));
+    /// Lets each participant act, up to the first that fails. A host may fail between any two of them: the fault point of
+    /// each is reached when it has acted, and before the next one does.
+    fn try_in_turn(
+        &mut self,
+        step: &str,
+        mut act: impl FnMut(&mut Member) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        for member in &mut self.members {
+            act(member)?;
+            member.reach(&self.faults, step);
         }
+        Ok(())
+    }
+
+    /// Lets each participant do a step that cannot fail, with the same fault points.
+    fn in_turn(&mut self, step: &str, mut act: impl FnMut(&mut dyn Participant)) {
+        for member in &mut self.members {
+            act(member.participant.as_mut());
+            member.reach(&self.faults, step);
+        }
+    }
+}
+
+impl Member {
+    /// Reaches the fault point of a step that this participant has done.
+    fn reach(&self, faults: &Faults, step: &str) {
+        faults.reach(|| format!("source/{}/{step}", self.profile.name));
     }
 }

@@ -46,7 +46,7 @@ use super::stages::{Accepted, Proposed, RolledBack, SourceStage, Stopped, Stream
 use super::streams::Streams;
 use super::{Goals, SourceDetails, SourceDriver};
 use api::progress::Phase;
-use api::report::Measured;
+use api::report::{FailureKind, Measured};
 use api::{StopPolicy, ThrottleCpu};
 use host::SourceVm;
 use store::journal::Durability;
@@ -237,7 +237,7 @@ impl SourceDriver {
                 }
                 let reason = refusal(&findings);
                 self.controls.report(|report| report.findings.extend(findings));
-                Err(Failure::new(SourceEvent::PeerLost, reason))
+                Err(Failure::new(SourceEvent::PeerLost, reason).of_kind(FailureKind::Refused))
             }
             other => Err(unexpected(&other)),
         }
@@ -263,6 +263,7 @@ impl SourceDriver {
             report.findings.extend(acceptance.findings.iter().cloned());
             self.resources.participants.report(&agreed, report);
         });
+        self.forecast(&acceptance);
         self.record_accepted()?;
         let unmet = |goal| match goal {
             UnmetRequirement::Disk(name) => {

@@ -111,6 +111,11 @@ impl Telemetry {
         });
     }
 
+    /// Returns a publisher of the progress, for another thread.
+    pub(crate) fn publisher(&self) -> Publisher {
+        self.publisher.clone()
+    }
+
     pub(crate) fn now(&self) -> Progress {
         self.publisher.now()
     }

@@ -9,6 +9,9 @@ use crate::netlink::{DUMP, Requests, Socket, attribute};
 
 /// Returns the entries of connections of which an end has one of these addresses, `most` at most, and true if there are
 /// no others.
+///
+/// # Errors
+/// If the kernel refuses the request, or does not answer in time.
 pub fn list(
     netfilter: &Socket,
     addresses: &BTreeSet<IpAddr>,
@@ -31,6 +34,9 @@ pub fn list(
 }
 
 /// Returns true if an end of a conntrack entry has one of these addresses.
+///
+/// # Errors
+/// If the kernel refuses the request, or does not answer in time.
 pub fn any_of(netfilter: Socket, addresses: &BTreeSet<IpAddr>) -> io::Result<bool> {
     let mut requests = Requests::default();
     requests.request(abi::GET, DUMP, &[0; NFGEN_BYTES]);
@@ -38,6 +44,9 @@ pub fn any_of(netfilter: Socket, addresses: &BTreeSet<IpAddr>) -> io::Result<boo
 }
 
 /// Returns addresses of the ends of all connections, `most` at most.
+///
+/// # Errors
+/// If the kernel refuses the request, or does not answer in time.
 pub fn ends_of_all(netfilter: &Socket, most: usize) -> io::Result<BTreeSet<IpAddr>> {
     let mut requests = Requests::default();
     requests.request(abi::GET, DUMP, &[0; NFGEN_BYTES]);

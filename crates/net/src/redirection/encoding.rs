@@ -59,6 +59,9 @@ mod abi {
 
 /// Composes the requests that make a table in place of one with the same name, in one step. `index_of` returns the number
 /// of a device.
+///
+/// # Errors
+/// If a device that a rule names does not exist.
 pub fn make(table: &RuleTable, index_of: impl Fn(&str) -> io::Result<u32>) -> io::Result<Requests> {
     let family = nfgen(family(table.family), 0);
     let mut requests = Requests::default();

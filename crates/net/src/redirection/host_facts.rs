@@ -71,6 +71,9 @@ fn setting(path: &str) -> Option<String> {
 }
 
 /// Returns what the host can do. `has_egress` is tried by a table that is removed at once.
+///
+/// # Errors
+/// If the settings cannot be listed, or this process may not use netfilter.
 pub fn kernel_features() -> io::Result<KernelFeatures> {
     let forwarding = setting("net/ipv6/conf/all/forwarding");
     let mut advertised_devices = Vec::new();
@@ -97,6 +100,9 @@ pub fn kernel_features() -> io::Result<KernelFeatures> {
 
 /// Returns the kinds of tunnels that the kernel has. Each is tried: a device with this number's name is made between two
 /// addresses, and removed at once.
+///
+/// # Errors
+/// If this process may not make devices. A kind that the kernel does not have is no error.
 pub fn tunnels(number: u32, ends: [IpAddr; 2]) -> io::Result<BTreeSet<TunnelKind>> {
     let name = KernelNames(number).tunnel();
     let is_v6 = ends[0].is_ipv6();
@@ -114,6 +120,9 @@ pub fn tunnels(number: u32, ends: [IpAddr; 2]) -> io::Result<BTreeSet<TunnelKind
 }
 
 /// Returns the numbers of redirections whose devices are there.
+///
+/// # Errors
+/// If the kernel refuses the request, or does not answer in time.
 pub fn numbers() -> io::Result<BTreeSet<u32>> {
     Ok(own_objects::devices()?.iter().filter_map(|device| number_of_device(&device.name)).collect())
 }
@@ -124,6 +133,9 @@ pub fn has_conntrack() -> bool {
 }
 
 /// Returns true if an interface is a tap.
+///
+/// # Errors
+/// If there is no such interface, or the kernel refuses the request.
 pub fn is_tap(interface: &str) -> io::Result<bool> {
     let route = Socket::route()?;
     let mut fixed = [0; abi::LINK_BYTES];
@@ -143,6 +155,9 @@ fn describes_tap(body: &[u8]) -> Option<bool> {
 }
 
 /// Returns the addresses of the host, each with its network.
+///
+/// # Errors
+/// If the kernel refuses the request, or does not answer in time.
 pub fn own() -> io::Result<Vec<Prefix>> {
     Ok(own_by_device()?.into_iter().map(|(_, address)| address).collect())
 }
@@ -161,6 +176,9 @@ fn own_by_device() -> io::Result<Vec<(u32, Prefix)>> {
 
 /// Returns the network of an interface, behind which a guest's card is, as far as the host knows it: by its own
 /// addresses there, its gateways, and the neighbours of IPv6 with which it has spoken.
+///
+/// # Errors
+/// If there is no such interface, or the kernel refuses a request.
 pub fn lan(interface: &str, card: Mac) -> io::Result<Lan> {
     let port = bridge_ports::bridge_port(interface)?;
     let index =
@@ -212,6 +230,9 @@ fn v6_neighbours(subnets: &[Subnet], known: &[(IpAddr, Mac)], card: Mac) -> Vec<
 /// Returns the facts of this host for a redirection with a tunnel of this number between these addresses, its own first.
 /// `interface` is that of the guest's card, if it is here; `asked` are addresses that the guest is to get in its bridge. Which
 /// ports are free the keeper knows.
+///
+/// # Errors
+/// If an interface does not exist, the way to the other end is unknown, or the kernel refuses a request.
 pub fn read_facts(
     interface: Option<&str>,
     number: u32,
@@ -258,6 +279,9 @@ fn number(bytes: &[u8], kind: u16) -> Option<u32> {
 }
 
 /// Returns the largest packet that the host sends on the way to an address, in bytes.
+///
+/// # Errors
+/// If there is no route to the address.
 pub fn path_mtu(to: IpAddr) -> io::Result<u32> {
     let (family, octets) = match to {
         IpAddr::V4(to) => (2, to.octets().to_vec()),
@@ -292,6 +316,9 @@ fn device_mtu(index: u32) -> io::Result<u32> {
 }
 
 /// Returns the chains of firewalls that let pass only what their rules name.
+///
+/// # Errors
+/// If the kernel refuses the request, or does not answer in time.
 pub fn drop_policy_chains() -> io::Result<Vec<DropPolicyChain>> {
     let mut request = Requests::default();
     request.request(abi::GET_CHAIN, DUMP, &[0; abi::NETFILTER_BYTES]);
@@ -324,6 +351,9 @@ fn drop_policy_chain(body: &[u8]) -> Option<DropPolicyChain> {
 
 /// Asks in the network of a device of this host which of these addresses are in use, by duplicate address detection (RFC
 /// 5227, RFC 4862), until all have answered, or for this long.
+///
+/// # Errors
+/// If an interface does not exist, or this process may not open packet sockets.
 pub fn in_use(device: &str, addresses: &[IpAddr], patience: Duration) -> io::Result<BTreeSet<IpAddr>> {
     let device_mac = device_mac(device)?;
     let listener = PacketSocket::listen(device, &filter::probe())?;

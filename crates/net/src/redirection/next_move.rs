@@ -54,6 +54,9 @@ pub struct NotOwner {
 }
 
 /// Allows a change of a redirection to the guest's owner alone: a later epoch, or the same migration once more.
+///
+/// # Errors
+/// [`NotOwner`] for an earlier epoch, or for another migration of the same one.
 pub fn may_change(recorded: &Redirection, migration: &str, epoch: u64) -> Result<(), NotOwner> {
     let is_same = recorded.epoch == epoch && recorded.migration == migration;
     if epoch > recorded.epoch || is_same {

@@ -73,6 +73,9 @@ pub enum NoPlan {
 }
 
 /// Computes the plan of a host.
+///
+/// # Errors
+/// [`NoPlan`] if the host has no part in the redirection, or the redirection is not one that can be made.
 pub fn plan(
     redirection: &Redirection,
     host: &str,

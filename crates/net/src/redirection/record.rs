@@ -130,12 +130,18 @@ impl RecordStore {
     }
 
     /// Writes a record, which is on stable storage afterwards.
+    ///
+    /// # Errors
+    /// If the directory cannot be written.
     pub fn put(&self, record: &RedirectionRecord) -> io::Result<()> {
         let bytes = serde_json::to_vec_pretty(record)?;
         self.write(&self.path(record.names().0, RECORD_END), &bytes)
     }
 
     /// Removes a record, and what its migration has reserved, unless it has redirected other cards as well.
+    ///
+    /// # Errors
+    /// If another record cannot be read, or a file cannot be removed. A record that is gone is no error.
     pub fn remove(&self, record: &RedirectionRecord) -> io::Result<()> {
         if !self.is_shared(record)? {
             self.remove_end(&record.redirection.migration)?;
@@ -144,6 +150,9 @@ impl RecordStore {
     }
 
     /// Returns true if another record is of the same migration: of another card of the guest.
+    ///
+    /// # Errors
+    /// If a record cannot be read.
     pub fn is_shared(&self, record: &RedirectionRecord) -> io::Result<bool> {
         let migration = &record.redirection.migration;
         let is_other = |other: &RedirectionRecord| {
@@ -153,6 +162,9 @@ impl RecordStore {
     }
 
     /// Returns the migrations that have reserved an end.
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
     pub fn ends(&self) -> io::Result<Vec<String>> {
         let names = self.names()?;
         let migration = |name: &String| {
@@ -163,12 +175,18 @@ impl RecordStore {
     }
 
     /// Keeps what a migration has reserved.
+    ///
+    /// # Errors
+    /// If the directory cannot be written.
     pub fn put_end(&self, migration: &str, end: &ReservedEnd) -> io::Result<()> {
         let ports = end.ports.iter().flat_map(|port| port.to_be_bytes());
         self.write(&self.end_path(migration), &end.key.iter().copied().chain(ports).collect::<Vec<_>>())
     }
 
     /// Returns what a migration has reserved.
+    ///
+    /// # Errors
+    /// `NotFound` if nothing is reserved; `InvalidData` if the file is damaged.
     pub fn end(&self, migration: &str) -> io::Result<ReservedEnd> {
         let bytes = fs::read(self.end_path(migration))?;
         let parts = bytes.split_first_chunk().map(|(key, ports)| (*key, ports.as_chunks::<2>()));
@@ -179,11 +197,17 @@ impl RecordStore {
     }
 
     /// Removes what a migration has reserved, if there is something.
+    ///
+    /// # Errors
+    /// If the file cannot be removed.
     pub fn remove_end(&self, migration: &str) -> io::Result<()> {
         unless_absent(fs::remove_file(self.end_path(migration)))
     }
 
     /// Removes files that an agent before this one has not written to their end.
+    ///
+    /// # Errors
+    /// If the directory cannot be read, or a file cannot be removed.
     pub fn remove_unwritten(&self) -> io::Result<()> {
         for name in self.names()?.iter().filter(|name| name.ends_with(NEW_END)) {
             unless_absent(fs::remove_file(self.directory.join(name)))?;

@@ -81,6 +81,9 @@ pub fn decide(facts: TeardownFacts, limits: TeardownLimits) -> Option<TeardownRe
 
 /// Counts the connections that use a redirection at this host, in the network namespace of this thread. None if the host
 /// does not take up connections in their middle: those from before the move are not tracked then.
+///
+/// # Errors
+/// If this process may not use connection tracking.
 pub fn connections(record: &RedirectionRecord) -> io::Result<Option<usize>> {
     if fs::read_to_string(TAKES_UP)?.trim() == "0" {
         return Ok(None);

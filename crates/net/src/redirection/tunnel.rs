@@ -155,6 +155,9 @@ pub struct NoTunnel {
 
 /// Chooses the kind of a tunnel from what both hosts have. On a trusted path the cheapest one is taken, on others an
 /// encrypted one.
+///
+/// # Errors
+/// [`NoTunnel`] if the hosts have no suitable kind in common: it lists which host lacks which kind.
 pub fn choose(
     path: TunnelPath,
     here: &BTreeSet<TunnelKind>,

@@ -51,6 +51,9 @@ mod abi {
 }
 
 /// Returns a new private key.
+///
+/// # Errors
+/// If the kernel gives no random bytes.
 pub fn private_key() -> io::Result<Key> {
     let mut key = [0; 32];
     if getrandom(&mut key, GetRandomFlags::empty())? == key.len() {
@@ -97,6 +100,9 @@ fn read_public(device: &str) -> io::Result<Key> {
 }
 
 /// Gives a device its key, its port and its only peer, through which all addresses are reached.
+///
+/// # Errors
+/// If there is no such device, or the kernel has no `WireGuard`.
 pub fn configure(device: &str, private: &Key, end: TunnelEndpoint, peer: &Key) -> io::Result<()> {
     let socket = Socket::generic()?;
     let mut request = Requests::default();

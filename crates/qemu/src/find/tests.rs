@@ -48,3 +48,39 @@ fn sockets_are_read() {
     let passed = crate::options::Value::parse("socket,id=m,fd=5", Some("backend"));
     assert_eq!(sockets.path_of(&passed).as_deref(), Some("/run/a b"));
 }
+
+#[test]
+fn what_cannot_be_read_is_not_absent() {
+    use std::io::{Error, ErrorKind};
+    let errno = |errno: rustix::io::Errno| Error::from_raw_os_error(errno.raw_os_error());
+    assert_eq!(there(Ok(1)).unwrap(), Some(1));
+    for gone in [errno(rustix::io::Errno::NOENT), errno(rustix::io::Errno::SRCH)] {
+        assert_eq!(there::<()>(Err(gone)).unwrap(), None, "the process has ended");
+    }
+    let denied = there::<()>(Err(errno(rustix::io::Errno::ACCESS))).unwrap_err();
+    assert_eq!(denied.kind(), ErrorKind::PermissionDenied);
+}
+
+#[test]
+fn qemus_have_known_names() {
+    for (path, is_qemu) in [
+        ("/usr/bin/qemu-system-x86_64", true),
+        ("/nix/store/x/bin/.qemu-system-x86_64-wrapped", true),
+        ("/usr/libexec/qemu-kvm", true),
+        ("/usr/bin/qemu-img", false),
+        ("/usr/bin/firecracker", false),
+        ("/", false),
+    ] {
+        assert_eq!(is_qemu_program(Path::new(path)), is_qemu, "{path}");
+    }
+}
+
+#[test]
+fn this_process_is_seen_and_is_no_vm() {
+    let own = std::process::id();
+    assert!(all_processes().unwrap().contains(&own));
+    let survey = survey().unwrap();
+    assert!(survey.found.iter().all(|found| found.pid != own));
+    assert!(survey.unknown.iter().all(|(pid, _)| *pid != own), "{:?}", survey.unknown);
+    assert!(!other_kvm_processes().contains(&own));
+}

@@ -1,8 +1,8 @@
 //! Checks, by subject.
 
 use super::devices::devices;
-use super::findings::{Findings, add, major_minor};
-use super::{DestinationFacts, Severity, SourceFacts};
+use super::findings::{Findings, Severity, add, major_minor};
+use super::input::{DestinationFacts, SourceFacts};
 use crate::describe::Problem;
 use crate::options::Value;
 use crate::queues;

@@ -1,8 +1,8 @@
 //! Checks of the guest's devices: those that the destination's QEMU would show differently, and those whose state it
 //! does not load.
 
-use super::findings::{add, major_minor};
-use super::{DestinationFacts, Finding, Severity, SourceFacts};
+use super::findings::{Finding, Severity, add, major_minor};
+use super::input::{DestinationFacts, SourceFacts};
 use crate::tree::{Difference, GEOMETRY_PROPERTIES, VHOST_PROPERTIES};
 
 /// Devices whose state makes QEMU end instead of loading it: seen with 7.2, and not with 10.0.

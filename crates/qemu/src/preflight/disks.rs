@@ -1,8 +1,9 @@
 //! Checks that the destination sees the guest's disks, and the same ones.
 
-use super::Severity::{Blocker, Warning};
+use super::findings::Severity::{Blocker, Warning};
 use super::findings::{Findings, add};
-use super::{DestinationFacts, DestinationFile, FileIdentity, SourceFacts};
+use super::identity::FileIdentity;
+use super::input::{DestinationFacts, DestinationFile, SourceFacts};
 use crate::cmdline::QemuOption;
 
 /// Checks that the paths of the guest's images lead to the files that its QEMU has open. Otherwise a destination that

@@ -5,8 +5,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
-use super::DestinationFile;
 use super::identity::FileIdentity;
+use super::input::DestinationFile;
 use super::open_files::{MismatchedFile, OpenFiles};
 use crate::cmdline::QemuOption;
 use crate::command::HostRules;

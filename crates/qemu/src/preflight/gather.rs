@@ -3,7 +3,8 @@
 use super::facts::{self, HostFacts};
 use super::files::{NeededFile, files_not_open, inspect_files};
 use super::findings::major_minor;
-use super::{DestinationFacts, OpenFiles, QemuInfo, SourceFacts};
+use super::input::{DestinationFacts, QemuInfo, SourceFacts};
+use super::open_files::OpenFiles;
 use crate::command::{HostRules, RamPlan};
 use crate::control;
 use crate::describe::{Problem, VmDescription, describe};

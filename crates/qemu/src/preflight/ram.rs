@@ -1,7 +1,7 @@
 //! Kind of the guest's memory on the destination, if the user does not choose it.
 
-use super::SourceFacts;
 use super::facts::MemoryFeatures;
+use super::input::SourceFacts;
 use crate::command::RamPlan;
 use crate::describe::VmDescription;
 use crate::ram::RamKind;

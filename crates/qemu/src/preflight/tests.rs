@@ -3,11 +3,11 @@ use serde_json::json;
 use super::*;
 use crate::cmdline::QemuOption;
 use crate::command::RamPlan;
-use crate::describe::{Disk, Machine, Memory, Program, SCHEMA};
-use crate::ram::{MappedFile, RamKind};
-use crate::restart_units::RestartTime;
+use crate::describe::{Disk, Machine, Memory, Problem, Program, SCHEMA, VmDescription};
+use crate::ram::{MappedFile, RamBlock, RamKind};
+use crate::restart_units::{RestartRisk, RestartTime};
 use crate::tree::{DeviceTree, Difference};
-use facts::MemoryFeatures;
+use facts::{Mappers, MemoryFeatures};
 
 fn block(name: &str, bytes: u64) -> RamBlock {
     RamBlock {

@@ -13,7 +13,8 @@ use super::DestinationReport as Report;
 use super::DestinationState as State;
 use crate::handover::operator::OperatorDecision;
 use crate::handover::registry::{self, RecordMeaning, RegistryAnswer, RegistryResult, RequestPurpose};
-use crate::handover::{Ignored, MigrationTerms, QemuAtStart, Step, Transition, ignored, moved, stay};
+use crate::handover::terms::{MigrationTerms, QemuAtStart};
+use crate::handover::transition::{Ignored, Step, Transition, ignored, moved, stay};
 
 use transitions::{
     activate, ask, cont_again, crash, crash_with_host, destroy_copy, enter, enter_qemu_lost, follow_go,

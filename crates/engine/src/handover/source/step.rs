@@ -13,7 +13,8 @@ use super::SourceReport as Report;
 use super::SourceState as State;
 use crate::handover::operator::OperatorDecision;
 use crate::handover::registry::{self, RecordMeaning, RegistryResult, RequestPurpose};
-use crate::handover::{Ignored, MigrationTerms, QemuAtStart, Step, Transition, ignored, moved, stay};
+use crate::handover::terms::{MigrationTerms, QemuAtStart};
+use crate::handover::transition::{Ignored, Step, Transition, ignored, moved, stay};
 
 use transitions::{
     abandon_reclaim, abort, abort_stopped, ask, commit, commit_without_qemu, enter, enter_qemu_lost,

@@ -163,12 +163,18 @@ impl DestinationSession {
             | Message::Running { .. }
             | Message::Incomplete { .. }
             | Message::FirstFrames { .. }
+            | Message::MeasureLink { .. }
+            | Message::LinkMeasured { .. }
             | Message::AskRedirection
             | Message::RedirectionStands { .. }
             | Message::AskTunnelEnd(_)
             | Message::TunnelEnd { .. }
             | Message::Repoint { .. }
             | Message::Repointed { .. }
+            | Message::ControllerTerm { .. }
+            | Message::FleetCommand { .. }
+            | Message::HostEvacuation(_)
+            | Message::FleetReport { .. }
             | Message::Refused { .. }
             | Message::Crashed { .. }
             | Message::Ask { .. }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use proto::Generation;
 
 use crate::handover::source::SourceEvent;
-use crate::session::Time;
+use crate::session::time::Time;
 
 /// Minimum time that a destination has between closing its data streams and sending its reason: it ends its QEMU in
 /// between.

@@ -16,7 +16,7 @@ use super::passes::{PageSelection, Passes, RoundLimits};
 use crate::pre_copy::{
     Decision, GiveUp, Outlook, PreCopyGoals, RoundObservation, ThrottleChange, TracedStopPolicy,
 };
-use crate::session::Time;
+use crate::session::time::Time;
 use crate::throttle::processors::ThrottleDemand;
 
 /// Kind of the stop that ends the rounds.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use proto::Generation;
 
 use super::SourceSession;
-use crate::session::Time;
+use crate::session::time::Time;
 
 /// Facts on which the next step of an attempt depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -133,7 +133,11 @@ impl World {
                 self.destination_qemu = Qemu::Gone;
                 self.destination_cont = false;
             }
-            DestinationEffect::Announce | DestinationEffect::Report(_) => {}
+            // The model's QEMU is held by the source alone, and it has no participants.
+            DestinationEffect::ThawQemu
+            | DestinationEffect::CommitParticipants
+            | DestinationEffect::Announce
+            | DestinationEffect::Report(_) => {}
         }
     }
 }

@@ -149,7 +149,7 @@ impl World {
             SourceEffect::Report(SourceReport::Contradiction) if !self.ghost.source.lost => {
                 self.ghost.illegal = Some("contradiction");
             }
-            SourceEffect::Report(_) => {}
+            SourceEffect::CommitParticipants | SourceEffect::NotifyRunning | SourceEffect::Report(_) => {}
         }
     }
 }

@@ -13,7 +13,7 @@ use crate::chunk::encoding::{Encoder, FrameEncoder, PresumedPages};
 use crate::clock::cpu_ns;
 use crate::lock;
 use crate::page_set::PageSet;
-use crate::reductions::{Reduction, ReductionStage};
+use crate::reductions::reduction::{Reduction, ReductionStage};
 
 /// Compression has no knowledge of pages, and so nothing to learn about them.
 impl Reduction for CompressionState {

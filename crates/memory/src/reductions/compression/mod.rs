@@ -30,6 +30,13 @@ const LEAST_BYTES: usize = 512;
 /// Minimum length of data for a trial, in bytes: fixed costs for each piece would distort trials on shorter data.
 const LEAST_TRIAL_BYTES: usize = 32 << 10;
 
+/// Returns the length of data after the fastest compression by Zstandard, for a forecast; that of the data if it cannot be
+/// compressed.
+pub(crate) fn compressed_bytes(data: &[u8]) -> usize {
+    let packed = Encoders::default().encode(Compression::Zstd(1), data, &mut Vec::new());
+    packed.map_or(data.len(), |(_, bytes)| bytes.min(data.len()))
+}
+
 /// Compression of a migration, shared by all streams of all its generations.
 #[derive(Debug)]
 pub struct CompressionState {

@@ -14,7 +14,7 @@ use crate::chunk::encoding::{
 use crate::chunk::{ChunkId, FrameBuilder};
 use crate::clock::measure;
 use crate::page_set::{ChunkPages, PageSet};
-use crate::reductions::{Reduction, ReductionStage};
+use crate::reductions::reduction::{Reduction, ReductionStage};
 
 /// Sampling of processor time: deltas of one frame in `TIMED` are measured, because reading the clock costs as much as
 /// comparing a page.

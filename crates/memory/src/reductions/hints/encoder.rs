@@ -9,7 +9,7 @@ use crate::chunk::encoding::{
 };
 use crate::chunk::{ChunkId, FrameBuilder};
 use crate::page_set::{ChunkPages, PageSet};
-use crate::reductions::{Reduction, ReductionStage};
+use crate::reductions::reduction::{Reduction, ReductionStage};
 
 impl Reduction for HintedPages {
     fn encoder(self: Arc<Self>) -> Encoder {

@@ -14,7 +14,7 @@ use crate::chunk::encoding::{
 use crate::chunk::{ChunkId, FrameBuilder};
 use crate::content_hash::{ContentHash, full_hash};
 use crate::page_set::{ChunkPages, PageSet};
-use crate::reductions::{Reduction, ReductionStage};
+use crate::reductions::reduction::{Reduction, ReductionStage};
 
 /// Shortest run of pages that is sent as a reference: each reference costs the destination a query to a server and an
 /// answer, and over a fast link a few pages arrive sooner.

@@ -12,6 +12,7 @@ use proto::Epoch;
 use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
 
+use crate::destination::answers::{CopyFacts, message_of};
 use crate::destination::inbox::DestinationNotice;
 use crate::destination::participants::GuestRan;
 use crate::destination::stages::ArrivalStage;
@@ -96,32 +97,16 @@ impl StateMachine for DestinationDriver {
             DestinationEffect::AskSource => self.ask_source(),
             DestinationEffect::Registry { request, .. } => self.ask_registry(request.clone()),
             DestinationEffect::Cont => self.cont(),
-            DestinationEffect::Announce => {
-                self.thaw_qemu();
-                self.commit_participants();
-                self.announce();
-            }
+            DestinationEffect::ThawQemu => self.thaw_qemu(),
+            DestinationEffect::CommitParticipants => self.commit_participants(),
+            DestinationEffect::Announce => self.announce(),
             DestinationEffect::SendIncomplete => self.send_incomplete(),
-            DestinationEffect::SendRunning => {
-                let agent_cpu_us = self.reporter.cpu.map(CpuTime::used_us);
-                let (since_us, continue_us, resumed_us) = self.since_continued();
-                let unexpected_page = self.unexpected_page().map(|unexpected_page| unexpected_page.page);
-                self.send_message(&Message::Running {
-                    epoch,
-                    continue_us,
-                    since_us,
-                    resumed_us,
-                    agent_cpu_us,
-                    unexpected_page,
-                });
-            }
-            DestinationEffect::SendRefused => {
-                let reason = self.reporter.reason.clone().unwrap_or_else(|| "this copy is lost".to_owned());
-                self.send_message(&Message::Refused { epoch, reason });
-            }
-            DestinationEffect::SendCrashed => {
-                let reason = "its QEMU has ended, and may have run the guest".to_owned();
-                self.send_message(&Message::Crashed { epoch, reason });
+            DestinationEffect::SendRunning
+            | DestinationEffect::SendRefused
+            | DestinationEffect::SendCrashed => {
+                if let Some(message) = message_of(effect, epoch, self.copy_facts()) {
+                    self.send_message(&message);
+                }
             }
             DestinationEffect::DestroyCopy => self.destroy_copy(),
             DestinationEffect::Report(report) => self.report_to_user(*report),
@@ -141,10 +126,21 @@ impl DestinationDriver {
         })
     }
 
+    fn copy_facts(&self) -> CopyFacts {
+        let (since_us, continue_us, resumed_us) = self.since_continued();
+        CopyFacts {
+            reason: self.reporter.reason.clone(),
+            continue_us,
+            since_us,
+            resumed_us,
+            agent_cpu_us: self.reporter.cpu.map(CpuTime::used_us),
+            unexpected_page: self.unexpected_page().map(|unexpected_page| unexpected_page.page),
+        }
+    }
+
     pub(crate) fn send_incomplete(&mut self) {
         let (epoch, generation) = (self.terms.epoch(), self.connections.control.generation());
-        let (since_us, continue_us, resumed_us) = self.since_continued();
-        let unexpected_page = self.unexpected_page().map(|unexpected_page| unexpected_page.page);
+        let CopyFacts { continue_us, since_us, resumed_us, unexpected_page, .. } = self.copy_facts();
         self.send_message(&Message::Incomplete {
             epoch,
             generation,

@@ -7,7 +7,7 @@ use std::time::Duration;
 use ::memory::ReceiverHandle;
 use proto::message::{Message, Proposal};
 
-use super::{
+use super::participant::{
     ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, GuestRan, Incomparable,
     LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };

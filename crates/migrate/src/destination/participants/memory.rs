@@ -9,7 +9,7 @@ use proto::message::{Message, Proposal};
 use tracee::{AddressRange, Injector, Process};
 use tracing::{info, warn};
 
-use super::{
+use super::participant::{
     ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, GuestRan, Incomparable,
     LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };

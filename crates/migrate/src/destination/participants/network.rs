@@ -19,7 +19,7 @@ use proto::message::{CardClaims, CardFrames, ClaimedAddress, Message, Proposal};
 use tracee::Process;
 use tracing::{info, warn};
 
-use super::{
+use super::participant::{
     ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, GuestRan, Incomparable,
     LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };

@@ -12,7 +12,7 @@ use net::redirection::{RecordStage, Redirection, RedirectionKeeper, RedirectionR
 use proto::message::{Message, Proposal};
 use tracing::{error, warn};
 
-use super::{
+use super::participant::{
     ArrivalEnvironment, ArrivalPlan, ArrivingParticipant, ArrivingProfile, GuestRan, Incomparable,
     LastMessage, Leftover, OpenBlocks, ReceivedRound,
 };

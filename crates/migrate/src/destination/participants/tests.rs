@@ -1,14 +1,13 @@
 //! An arriving participant that only records what is asked of it: a third one needs no edit elsewhere.
 
-use std::io::{BufRead as _, BufReader, Write as _};
-use std::os::unix::net::UnixListener;
-use std::sync::{Mutex, mpsc};
-use std::thread;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
 
 use ::memory::Receiver;
 use ::memory::ram::RamError;
 use host::testing::{PATIENCE, Qemu, World, id, proposal};
 
+use super::participant::OpenBlocks;
 use super::*;
 
 /// Steps of all fakes of a test, in their order.
@@ -244,23 +243,16 @@ fn all_undo_even_if_one_leaves_something_behind() {
     assert_eq!([(left.remove)(), (left.remove)()], [false, true]);
 }
 
-/// The kill matrix of the end-to-end tests injures hosts at all points that an undisturbed migration reaches.
+/// The kill matrix of the end-to-end tests injures hosts at all points that an undisturbed migration reaches: when one
+/// participant has done a step, and the next one has not.
 #[test]
 fn fault_points_follow_from_the_list() {
     let world = World::new();
     let (_qemu, mut vm) = waiting(&world);
-    let path = world.folder.path().join("faults.sock");
-    let (listener, (reached, points)) = (UnixListener::bind(&path).unwrap(), mpsc::channel());
-    thread::spawn(move || {
-        for stream in listener.incoming().flatten() {
-            let mut point = String::new();
-            let mut reader = BufReader::new(stream);
-            reader.read_line(&mut point).unwrap();
-            reached.send(point.trim().to_owned()).unwrap();
-            reader.get_mut().write_all(b"go\n").unwrap();
-        }
-    });
-    let fakes = ["first", "second"].map(|name| boxed(ArrivingFake::new(name, &ArrivingSteps::default())));
+    let (path, steps) = (world.folder.path().join("faults.sock"), ArrivingSteps::default());
+    let seen = Arc::clone(&steps);
+    let points = host::fault::observe(&path, move || taken(&seen));
+    let fakes = ["first", "second"].map(|name| boxed(ArrivingFake::new(name, &steps)));
     let mut participants = ArrivingParticipants::new(Faults::new(Some(path)), fakes.into());
     let mut artifacts = ArrivalArtifacts::default();
     participants.check(&proposal(), &ArrivalPlan::default()).unwrap();
@@ -274,9 +266,23 @@ fn fault_points_follow_from_the_list() {
     participants.abandon();
     participants.undo(&artifacts, GuestRan::Possibly);
     participants.finish(Some(&vm));
-    let before = ["check", "prepare", "open", "learn", "freeze", "ready", "before-cont"];
-    let steps = before.into_iter().chain(["commit", "abandon", "undo", "finish"]);
-    let expected: Vec<_> =
-        steps.flat_map(|step| ["first", "second"].map(|name| format!("destination/{name}/{step}"))).collect();
+    let with_points = [
+        ("check", "check"),
+        ("prepare", "prepare"),
+        ("open", "open"),
+        ("learn", "learn Claims { cards: [] }"),
+        ("freeze", "freeze"),
+        ("ready", "ready"),
+        ("before-cont", "before_cont"),
+        ("commit", "commit paused"),
+        ("abandon", "abandon"),
+        ("undo", "undo Possibly"),
+        ("finish", "finish"),
+    ];
+    let of_both = |(step, recorded): (&str, &str)| {
+        ["first", "second"]
+            .map(|name| (format!("destination/{name}/{step}"), vec![format!("{name} {recorded}")]))
+    };
+    let expected: Vec<_> = with_points.into_iter().flat_map(of_both).collect();
     assert_eq!(points.try_iter().collect::<Vec<_>>(), expected);
 }

@@ -8,10 +8,11 @@ use std::time::Instant;
 use engine::handover::registry::{RegistryAnswer, RequestPurpose};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
 use engine::handover::{Illegal, Role, Step};
-use proto::message::{Message, RegistryRequest, Verdict};
+use proto::message::{Message, RegistryRequest};
 use tracing::{error, warn};
 
 use crate::source::SourceDriver;
+use crate::source::answers::message_of;
 use crate::source::cpu_throttle::CpuThrottle;
 use crate::source::inbox::SourceNotice;
 use crate::source::stages::SourceStage;
@@ -75,10 +76,9 @@ impl StateMachine for SourceDriver {
 
     fn perform(&mut self, effect: &SourceEffect) -> Result<(), SourceEffectError> {
         match effect {
-            SourceEffect::Journal { state, durable } => {
-                self.journal(state, *durable)?;
-                self.inform_participants(state);
-            }
+            SourceEffect::Journal { state, durable } => self.journal(state, *durable)?,
+            SourceEffect::CommitParticipants => self.resources.participants.commit(),
+            SourceEffect::NotifyRunning => self.resources.participants.running(),
             SourceEffect::StopVm => self.stop_vm()?,
             SourceEffect::FreezeQemu => self.with_vm(SourceVm::freeze)?,
             SourceEffect::ThawQemu => self.with_vm(SourceVm::thaw)?,
@@ -90,10 +90,7 @@ impl StateMachine for SourceDriver {
                 self.send_to_destination(&Message::Go { epoch, incarnation, run: *run });
             }
             SourceEffect::SendAbort => self.send_abort(),
-            SourceEffect::Answer(verdict) => self.answer(verdict.clone()),
-            SourceEffect::AskDestination => {
-                self.send_to_destination(&Message::Inquire { epoch: self.terms.epoch() });
-            }
+            SourceEffect::Answer(_) | SourceEffect::AskDestination => self.answer(effect),
             SourceEffect::Registry { why, request } => self.ask_registry(*why, request.clone()),
             SourceEffect::Report(report) => self.report_to_user(*report),
         }
@@ -144,16 +141,6 @@ impl SourceDriver {
                 }
                 Ok(())
             }
-        }
-    }
-
-    /// Informs the participants of an entry that is in the journal now: of COMMITTED, and that the guest runs at the
-    /// destination. They precede the effects behind the entry, of which GO is one.
-    fn inform_participants(&mut self, entered: &SourceState) {
-        match entered {
-            SourceState::Committed { has_run: false, .. } => self.resources.participants.commit(),
-            SourceState::Committed { .. } | SourceState::Done { .. } => self.resources.participants.running(),
-            _ => {}
         }
     }
 
@@ -211,10 +198,11 @@ impl SourceDriver {
         self.resources.stage = SourceStage::Undone(undone);
     }
 
-    /// Answers the destination's question, on the connection on which it was asked.
-    fn answer(&mut self, verdict: Verdict) {
-        let message = Message::Verdict { epoch: self.terms.epoch(), verdict };
-        match self.connections.asker.take() {
+    /// Answers the destination's question, a verdict on the connection on which it was asked.
+    fn answer(&mut self, effect: &SourceEffect) {
+        let Some(message) = message_of(effect, self.terms.epoch()) else { return };
+        let is_verdict = matches!(effect, SourceEffect::Answer(_));
+        match self.connections.asker.take_if(|_| is_verdict) {
             // The asking peer may be gone; it will ask again.
             Some(asker) => drop(asker.try_send(message)),
             None => self.send_to_destination(&message),

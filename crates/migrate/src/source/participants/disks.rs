@@ -20,8 +20,9 @@ use qemu::qmp::Qmp;
 use qemu::recording::{RecordError, RecordedDisk, Recording};
 
 use self::write_throttle::DiskWriteThrottle;
-use super::{Agreed, Block, Comparison, Environment, Participant, PrepareProgress, Profile, UndoResult};
+use super::participant::{Block, Comparison, Environment, Participant, PrepareProgress, Profile, UndoResult};
 use crate::source::Goals;
+use crate::source::agreement::Agreed;
 use crate::source::failure::Failure;
 use crate::source::telemetry::ShownBlock;
 use api::report::{Disk, Report};

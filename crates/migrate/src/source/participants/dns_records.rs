@@ -8,7 +8,8 @@ use host::{SourceVm, dns_keeper, preflight};
 use proto::message::Message;
 use qemu::qmp::Qmp;
 
-use super::{Agreed, Block, Comparison, Environment, Participant, PrepareProgress, Profile, UndoResult};
+use super::participant::{Block, Comparison, Environment, Participant, PrepareProgress, Profile, UndoResult};
+use crate::source::agreement::Agreed;
 use crate::source::failure::Failure;
 use crate::source::telemetry::ShownBlock;
 use api::report::Report;

@@ -5,7 +5,8 @@ use proto::message::Message;
 use qemu::qmp::Qmp;
 use tracee::{InjectError, TrackerStart};
 
-use super::{Agreed, Block, Comparison, Environment, Participant, PrepareProgress, Profile, UndoResult};
+use super::participant::{Block, Comparison, Environment, Participant, PrepareProgress, Profile, UndoResult};
+use crate::source::agreement::Agreed;
 use crate::source::failure::Failure;
 use crate::source::telemetry::ShownBlock;
 use api::report::Report;

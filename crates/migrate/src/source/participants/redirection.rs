@@ -18,17 +18,15 @@ use proto::message::{Message, RepointStep};
 use qemu::qmp::Qmp;
 use tracing::warn;
 
-use super::{
-    Agreed, Block, Comparison, Environment, Participant, PrepareProgress, Profile, ShownBlock, SourceVm,
-    UndoResult,
-};
+use super::participant::{Block, Comparison, Environment, Participant, PrepareProgress, Profile, UndoResult};
 use crate::repeated_announcement;
-use crate::source::agreement::{RedirectedCard, RedirectedGuest};
+use crate::source::agreement::{Agreed, RedirectedCard, RedirectedGuest};
 use crate::source::failure::Failure;
+use crate::source::telemetry::ShownBlock;
 use api::NewAddress;
 use api::report::{RedirectedConnections, Report};
 use host::verification::BlockHashes;
-use host::{redirections, repointing};
+use host::{SourceVm, redirections, repointing};
 
 /// Redirection of the connections of a VM that leaves.
 pub(super) struct LeavingRedirection {

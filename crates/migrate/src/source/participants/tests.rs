@@ -4,8 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use super::*;
 use crate::source::failure::Failure;
-use ::memory::{PageCounts, RamError};
-use host::fault::Faults;
+use ::memory::{BlockReader, PageCounts, RamError, ScanError, ScanStats};
 
 /// Steps of all fakes of a test, in their order.
 pub(in crate::source) type Steps = Arc<Mutex<Vec<String>>>;
@@ -236,6 +235,10 @@ fn each_scans_its_own_blocks_and_the_last_one_first() {
     assert_eq!(taken(&steps), ["first check", "early check", "early prepare"]);
     let mut owed = participants.first_pages();
     assert_eq!(owed.pages(), 4, "memory waits");
+    let by_name = |pages: &[(&str, u64)]| -> BTreeMap<String, u64> {
+        pages.iter().map(|(name, pages)| ((*name).to_owned(), *pages)).collect()
+    };
+    assert_eq!(participants.pages_by_name(&owed), by_name(&[("early", 4)]));
     assert_eq!((participants.is_any_sent_first(), participants.waiting_bytes()), (true, 8 * PAGE_BYTES));
     // Only what is prepared is scanned.
     participants.log(None).scan_dirty(owed.blocks_mut(0..2).unwrap()).unwrap();
@@ -245,6 +248,7 @@ fn each_scans_its_own_blocks_and_the_last_one_first() {
     {}
     assert_eq!(taken(&steps), ["first prepare", "first prepare"]);
     assert_eq!(owed.pages(), 12);
+    assert_eq!(participants.pages_by_name(&owed), by_name(&[("early", 4), ("first", 8)]));
     let mut found = [PageSet::new(8 * PAGE_BYTES), PageSet::new(4 * PAGE_BYTES)];
     let scan = participants.log(None).scan_dirty(&mut found).unwrap();
     assert_eq!((scan.pages, scan.duration_us), (3, 2));
@@ -289,4 +293,56 @@ fn all_undo_even_if_one_has_to_try_again() {
     assert_eq!(taken(&steps), order);
     assert_eq!(participants.undo(None), ["stuck"]);
     assert!(participants.undo(None).is_empty());
+}
+
+/// Steps that have fault points, in the order of a migration, and what a fake records of each.
+const STEPS: [(&str, &str); 10] = [
+    ("check", "check"),
+    ("prepare-first", ""),
+    ("prepare", "prepare"),
+    ("before-stop", "before_stop"),
+    ("freeze", "freeze"),
+    ("ready", "ready"),
+    ("commit", "commit"),
+    ("undo", "undo without QEMU"),
+    ("running", "running"),
+    ("finish", "finish"),
+];
+
+/// The kill matrix of the end-to-end tests injures hosts at all points that an undisturbed migration reaches: when one
+/// participant has done a step, and the next one has not.
+#[test]
+fn a_host_can_die_between_any_two_participants() {
+    let world = host::testing::World::new();
+    let qemu = host::testing::Qemu::start(world.folder.path());
+    let mut vm = SourceVm::find(&world.context, &qemu.record()).unwrap();
+    let (path, steps) = (world.folder.path().join("faults.sock"), Steps::default());
+    let seen = Arc::clone(&steps);
+    let points = host::fault::observe(&path, move || taken(&seen));
+    let fakes = ["first", "second"].map(|name| boxed(Fake::new(name, &steps)));
+    let mut participants = Participants::new(Faults::new(Some(path)), fakes.into());
+    let mut owed = OwedPages::of(vec![]);
+    check(&mut participants).unwrap();
+    participants.open(&mut vm).unwrap();
+    while participants.prepare(&mut vm, &Reductions::default(), &mut owed).unwrap()
+        == PrepareProgress::Unfinished
+    {}
+    participants.before_stop(&mut vm).unwrap();
+    participants.freeze(&mut vm, Comparison::NotCompared, &mut owed).unwrap();
+    participants.ready(&mut vm).unwrap();
+    participants.commit();
+    participants.undo(None);
+    participants.running();
+    participants.finish();
+    let expected: Vec<_> = STEPS
+        .iter()
+        .flat_map(|(step, recorded)| {
+            let names = if *step == "undo" { ["second", "first"] } else { ["first", "second"] };
+            names.map(|name| {
+                let of_it = if recorded.is_empty() { vec![] } else { vec![format!("{name} {recorded}")] };
+                (format!("source/{name}/{step}"), of_it)
+            })
+        })
+        .collect();
+    assert_eq!(points.try_iter().collect::<Vec<_>>(), expected);
 }

@@ -22,6 +22,7 @@ use crate::source::telemetry::DeferredPages;
 use crate::source::{SourceDriver, payload};
 use api::ThrottleCpu;
 use api::progress::Phase;
+use api::report::FailureKind;
 
 /// State of pre-copy between two rounds.
 struct PreCopy {
@@ -114,7 +115,8 @@ impl SourceDriver {
                 }
                 RoundStep::GiveUp { reason } => {
                     self.fixed_costs(CostHistory::forget);
-                    return Err(Failure::new(SourceEvent::Failed, reason.to_string()));
+                    let failure = Failure::new(SourceEvent::Failed, reason.to_string());
+                    return Err(failure.of_kind(FailureKind::NotConverging));
                 }
             }
         }
@@ -251,8 +253,15 @@ impl SourceDriver {
 
     /// Lets the policy decide after a round and the dirty scan that followed it, and reports its decision.
     fn decide(&mut self, rounds: &mut Rounds, scanned: &DirtyScan, payload: &Payload) {
+        let policy = rounds.policy().policy().clone();
         let decided = rounds.scanned(|| self.scan_facts(scanned, payload));
         let Some(DecidedRound { observed, decision, new_outlook, demand }) = decided else { return };
+        // A guest that is about to be stopped gets all processors.
+        if let (Decision::NextRound { .. }, Some(end_forecaster)) =
+            (&decision, &mut self.reporter.end_forecaster)
+        {
+            end_forecaster.observe(policy, payload::pre_copy_goals(&self.controls.goals()), &observed);
+        }
         self.report_decision(&observed, &decision, rounds.policy().trace());
         if let Some(outlook) = new_outlook {
             self.note("way", outlook.to_string());

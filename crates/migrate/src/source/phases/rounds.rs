@@ -141,14 +141,15 @@ impl SourceDriver {
         streaming: &mut Streaming,
     ) -> Result<RoundOutcome, Failure> {
         let Streaming { payload, records, .. } = streaming;
-        let DirtyScan { readable, must_precopy_pages, scan, drain_us, .. } = scanned;
+        let DirtyScan { readable, scan, drain_us, .. } = scanned;
         if !self.connection_facts().can_carry_round(streams.generation) {
             self.inbox.interrupt_nothing();
             drop(streams);
             let streams = self.open_streams(payload)?;
             return Ok(RoundOutcome { streams, owed: readable.give_up(), stats: None });
         }
-        let pages = readable.pages();
+        let mut pages = readable.pages();
+        let mut participant_pages = self.resources.participants.pages_by_name(readable.owed());
         let Streams { generation, sender, page_stream } = streams;
         if let Some(pressure) = &mut records.pressure {
             pressure.restrain(&sender.handle());
@@ -161,24 +162,23 @@ impl SourceDriver {
             Ok(CompletedRound { sender, owed, stats }) => {
                 self.sample_pressure(records.pressure.as_mut());
                 // For a part of a round, the pages that were sent count.
-                let (pages, must_precopy_pages) = if until.is_some() {
-                    (
-                        stats.contents.pages(),
-                        must_precopy_pages.saturating_sub(payload.must_precopy_pages(&owed)),
-                    )
-                } else {
-                    (pages, must_precopy_pages)
+                if until.is_some() {
+                    pages = stats.contents.pages();
+                    for (name, left) in self.resources.participants.pages_by_name(&owed) {
+                        if let Some(pages) = participant_pages.get_mut(&name) {
+                            *pages = pages.saturating_sub(left);
+                        }
+                    }
+                }
+                let mut round = Round {
+                    round: stats.round,
+                    dirty_pages: pages,
+                    scan_us: scan.duration_us,
+                    drain_us,
+                    ..payload::round_report(&stats)
                 };
-                self.controls.report(|report| {
-                    report.rounds.push(Round {
-                        round: stats.round,
-                        dirty_pages: pages,
-                        disk_pages: must_precopy_pages,
-                        scan_us: scan.duration_us,
-                        drain_us,
-                        ..payload::round_report(&stats)
-                    });
-                });
+                round.set_participant_pages(participant_pages);
+                self.controls.report(|report| report.rounds.push(round));
                 let streams = Streams { generation, sender, page_stream };
                 Ok(RoundOutcome { streams, owed, stats: Some(stats) })
             }

@@ -6,8 +6,7 @@ use ::memory::{CompressionCounters, CompressionState, LinkCounters, Reduction};
 use engine::compression::{CompressionDecision, WAYS};
 use proto::packed::{Codec, Compression as Way, CompressionTrial};
 
-use super::link_sampler::Interval;
-use super::{ActiveReduction, ReductionProgress};
+use super::active::{ActiveReduction, Interval, ReductionProgress};
 use crate::source::{Goals, MigrationControls, Telemetry};
 use api::Compress;
 use api::report::{Compression, LevelChoice, Report};

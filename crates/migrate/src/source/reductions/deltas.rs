@@ -6,8 +6,7 @@ use ::memory::{DeltaCounters, Deltas, LinkCounters, Reduction};
 use proto::limits::PAGE_BYTES;
 use proto::packed::CompressionTrial;
 
-use super::link_sampler::Interval;
-use super::{ActiveReduction, ReductionProgress};
+use super::active::{ActiveReduction, Interval, ReductionProgress};
 use crate::source::{Goals, MigrationControls, Telemetry};
 use api::DeltaUse;
 use api::report::{self, Report};

@@ -11,7 +11,7 @@ use engine::compression::{CompressionDecision, CompressionObservation, Compressi
 use engine::trace::TracedPolicy;
 use proto::packed::CompressionTrial;
 
-use super::{ActiveReduction, ReductionProgress};
+use super::active::{ActiveReduction, Interval, ReductionProgress};
 use crate::source::MigrationControls;
 use host::cpu;
 
@@ -23,21 +23,6 @@ const EARLY_SAMPLES: u32 = 10;
 /// reports its wait only afterwards. Then the policy waits for more data, but not for ever.
 const MIN_DATA_BYTES: u64 = 2 << 20;
 const MAX_INTERVAL: Duration = Duration::from_millis(500);
-
-/// An interval, as reductions learn of it.
-pub(crate) struct Interval<'a> {
-    pub(super) length_ns: u64,
-    /// Data of the pages that were sent, in bytes before compression.
-    pub(super) data_bytes: u64,
-    /// Progress of the reductions during it.
-    pub(super) progress: ReductionProgress,
-    /// True if the destination has yet to answer, and nothing else passes.
-    pub(super) is_awaited: bool,
-    /// True if the link was slow before it, too.
-    pub(super) is_slow: bool,
-    /// Judgement of link and processors.
-    pub(super) decision: &'a CompressionDecision,
-}
 
 /// Starts the sampler; returns none if no thread can be started, and then nothing is chosen. It ends when the returned
 /// value is dropped, or when no reduction needs samples.

@@ -1,126 +1,26 @@
 //! Reductions of the data that is sent, one module each: as requested, or as policies choose them while pages are sent.
 
+mod active;
 mod compression;
 mod deltas;
 pub(super) mod hints;
 mod link_sampler;
 pub(super) mod references;
 
-use std::any::Any;
-use std::fmt;
-use std::iter::Sum;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
-use ::memory::{ContentIndex, LinkCounters, LinkMeter, Reduction};
+use ::memory::ContentIndex;
 use proto::message::Acceptance;
-use proto::packed::{Codec, CompressionTrial};
+use proto::packed::Codec;
 
 use super::payload::Payload;
 use super::{MigrationControls, SourceDriver};
-use api::report::Report;
+use active::ActiveReduction;
+pub(super) use active::ActiveReductions;
 use compression::ActiveCompression;
 use deltas::ActiveDeltas;
-use link_sampler::Interval;
 use references::{ActiveReferences, SharedImages};
-
-/// A reduction of one migration, as driver and policies control it.
-pub(crate) trait ActiveReduction: Any + fmt::Debug + Send + Sync {
-    /// Returns the part that the streams use.
-    fn of_streams(&self) -> Arc<dyn Reduction>;
-
-    /// Returns its progress until now, by which the link is judged.
-    fn progress(&self) -> ReductionProgress;
-
-    /// Returns the results of trials since the last call.
-    fn take_trials(&self) -> Vec<CompressionTrial>;
-
-    /// Returns true if it needs samples of a link that is slow, or not yet found to be.
-    fn needs_samples(&self, is_slow: bool) -> bool;
-
-    /// Learns that a connection was lost.
-    fn interrupted(&self, is_slow: bool);
-
-    /// Learns of an interval.
-    fn sampled(&self, interval: &Interval<'_>, controls: &MigrationControls);
-
-    /// Starts what needs time for each page: the senders wait for the link, so that it is worthwhile from here on.
-    fn link_is_slow(&self, controls: &Arc<MigrationControls>);
-
-    /// Completes its section of the report.
-    fn report(&self, link: &LinkCounters, report: &mut Report);
-}
-
-/// Progress of reductions since the migration began.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct ReductionProgress {
-    /// Pages that the destination had, in bytes.
-    pub(super) taken_bytes: u64,
-    /// Pages that the destination was wrongly presumed to have, in bytes.
-    pub(super) refused_bytes: u64,
-    /// Pages that the destination has not answered for yet, in bytes.
-    pub(super) awaited_bytes: u64,
-    /// Number of lost connections, each with its unanswered pages.
-    pub(super) interruptions: u64,
-    /// Processor time of encoding data that was sent, in nanoseconds.
-    pub(super) pack_ns: u64,
-    /// Processor time of trials, in nanoseconds.
-    pub(super) trial_ns: u64,
-}
-
-impl ReductionProgress {
-    /// Returns the progress since an earlier moment; what is awaited is that of now.
-    fn since(&self, before: &Self) -> Self {
-        Self {
-            taken_bytes: self.taken_bytes - before.taken_bytes,
-            refused_bytes: self.refused_bytes - before.refused_bytes,
-            awaited_bytes: self.awaited_bytes,
-            interruptions: self.interruptions - before.interruptions,
-            pack_ns: self.pack_ns - before.pack_ns,
-            trial_ns: self.trial_ns - before.trial_ns,
-        }
-    }
-}
-
-impl Sum for ReductionProgress {
-    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
-        all.fold(Self::default(), |sum, one| Self {
-            taken_bytes: sum.taken_bytes + one.taken_bytes,
-            refused_bytes: sum.refused_bytes + one.refused_bytes,
-            awaited_bytes: sum.awaited_bytes + one.awaited_bytes,
-            interruptions: sum.interruptions + one.interruptions,
-            pack_ns: sum.pack_ns + one.pack_ns,
-            trial_ns: sum.trial_ns + one.trial_ns,
-        })
-    }
-}
-
-/// The reductions of a migration. Those that can reduce the same page do so in the order of the list.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct ActiveReductions {
-    list: Vec<Arc<dyn ActiveReduction>>,
-    /// Meter of the link, if a policy or the report needs it.
-    meter: Option<Arc<LinkMeter>>,
-}
-
-impl ActiveReductions {
-    fn new(list: Vec<Arc<dyn ActiveReduction>>, is_metered: bool) -> Self {
-        Self { list, meter: is_metered.then(Arc::default) }
-    }
-
-    /// Returns the parts that the streams use.
-    pub(super) fn of_streams(&self) -> ::memory::Reductions {
-        let list = self.list.iter().map(|reduction| reduction.of_streams()).collect();
-        ::memory::Reductions::new(list, self.meter.clone())
-    }
-
-    /// Returns the reduction of a type, if it is in use.
-    pub(super) fn find<T: ActiveReduction>(&self) -> Option<Arc<T>> {
-        let found =
-            |one: &Arc<dyn ActiveReduction>| (Arc::clone(one) as Arc<dyn Any + Send + Sync>).downcast();
-        self.list.iter().find_map(|one| found(one).ok())
-    }
-}
 
 /// Control of reductions by policies. Dropping it ends the samples, and then completes the report.
 #[derive(Debug)]

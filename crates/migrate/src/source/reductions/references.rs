@@ -19,8 +19,7 @@ use qemu::describe::VmDescription;
 use rustix::process::setpriority_process;
 use tracing::warn;
 
-use super::link_sampler::Interval;
-use super::{ActiveReduction, ReductionProgress};
+use super::active::{ActiveReduction, Interval, ReductionProgress};
 use crate::source::failure::{Failure, unexpected};
 use crate::source::payload::Payload;
 use crate::source::{MigrationControls, SourceDriver};
@@ -234,7 +233,7 @@ impl SourceDriver {
                 "the destination did not report the content of all its templates in time".to_owned()
             }
             // Mended before the first round is sent, like any other cut: see `open_streams`.
-            Err(Failure { event: SourceEvent::PeerLost, reason }) => {
+            Err(Failure { event: SourceEvent::PeerLost, reason, .. }) => {
                 self.connections.control = None;
                 self.connections.control_lost = Some(reason.clone());
                 reason

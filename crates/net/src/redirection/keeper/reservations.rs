@@ -11,6 +11,9 @@ use crate::redirection::wireguard;
 
 impl RedirectionKeeper {
     /// Returns the ports for the next tunnel.
+    ///
+    /// # Errors
+    /// If the records cannot be read.
     pub fn free_ports(&self, ports: TunnelPorts) -> Result<FreePorts, RedirectionError> {
         let records = self.records()?;
         let is_shared =
@@ -24,6 +27,9 @@ impl RedirectionKeeper {
     }
 
     /// Returns the ports for as many further tunnels of `WireGuard`, as far as ports are free.
+    ///
+    /// # Errors
+    /// If the records cannot be read.
     pub fn further_ports(&self, ports: TunnelPorts, count: usize) -> Result<Vec<u16>, RedirectionError> {
         let free = self.wireguard_ports(&self.records()?, ports.wireguard, count + 1)?;
         Ok(free.into_iter().skip(1).collect())
@@ -51,6 +57,9 @@ impl RedirectionKeeper {
     /// Reserves a port for this host's end of a tunnel of `WireGuard`, and makes a private key for all tunnels of the
     /// migration. Returns the public one and the port; none if no port is free. All are kept until the end of the
     /// redirection, or until [`forget_key`](Self::forget_key).
+    ///
+    /// # Errors
+    /// If the records cannot be read, the key cannot be stored, or the kernel has no `WireGuard`.
     pub fn reserve(
         &self,
         migration: &str,
@@ -78,11 +87,17 @@ impl RedirectionKeeper {
     }
 
     /// Forgets what a migration has reserved for a tunnel that is not made.
+    ///
+    /// # Errors
+    /// If the file cannot be removed.
     pub fn forget_key(&self, migration: &str) -> Result<(), RedirectionError> {
         self.files(self.store.remove_end(migration))
     }
 
     /// Forgets what migrations have reserved that no record names, and that are not open.
+    ///
+    /// # Errors
+    /// If the records cannot be read, or a file cannot be removed.
     pub fn forget_unused_keys(&self, is_open: impl Fn(&str) -> bool) -> Result<(), RedirectionError> {
         let _changing = self.lock();
         self.files(self.store.remove_unwritten())?;

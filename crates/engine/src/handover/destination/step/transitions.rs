@@ -5,7 +5,11 @@ use proto::message::RegistryRequest;
 
 use super::{DestinationTransition, Effect, Report, State};
 use crate::handover::registry::{self, RequestPurpose};
-use crate::handover::{MigrationTerms, Transition};
+use crate::handover::terms::MigrationTerms;
+use crate::handover::transition::Transition;
+
+/// Effects behind the entry of a state in which the guest is this host's for good.
+const COMMIT_TO_GUEST: [Effect; 3] = [Effect::ThawQemu, Effect::CommitParticipants, Effect::Announce];
 
 /// Follows GO, from the source, the registry's offer, or an operator.
 pub(super) fn follow_go(
@@ -43,22 +47,20 @@ pub(super) fn cont_again(terms: &MigrationTerms, to: DestinationTransition) -> D
     }
 }
 
+/// The guest is this host's for good: it runs, or its user had paused it.
 pub(super) fn activate(incarnation: &Incarnation) -> DestinationTransition {
-    enter(State::Active { incarnation: incarnation.clone() }).then([
-        Effect::Announce,
-        Effect::SendRunning,
-        Effect::Report(Report::Active),
-    ])
+    enter(State::Active { incarnation: incarnation.clone() })
+        .then(COMMIT_TO_GUEST)
+        .then([Effect::SendRunning, Effect::Report(Report::Active)])
 }
 
 /// Like [`activate`], but the source still has pages to send.
 pub(super) fn run_incomplete(incarnation: &Incarnation) -> DestinationTransition {
-    enter(State::Completing { incarnation: incarnation.clone() }).then([
+    enter(State::Completing { incarnation: incarnation.clone() })
         // QEMU may be waiting for a page, and answer late.
-        Effect::SendIncomplete,
-        Effect::Announce,
-        Effect::Report(Report::Incomplete),
-    ])
+        .then([Effect::SendIncomplete])
+        .then(COMMIT_TO_GUEST)
+        .then([Effect::Report(Report::Incomplete)])
 }
 
 pub(super) fn refuse_through_registry(terms: &MigrationTerms) -> DestinationTransition {

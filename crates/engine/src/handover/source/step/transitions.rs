@@ -5,7 +5,8 @@ use proto::message::RegistryRequest;
 
 use super::{Effect, Report, SourceTransition, State};
 use crate::handover::registry::{self, RequestPurpose};
-use crate::handover::{MigrationTerms, Transition};
+use crate::handover::terms::MigrationTerms;
+use crate::handover::transition::Transition;
 
 /// COMMITTED: journalled, and the source's QEMU frozen, before GO can reach the destination.
 pub(super) fn commit(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> SourceTransition {
@@ -138,10 +139,16 @@ pub(super) fn finish(incarnation: Option<&Incarnation>, run: bool) -> SourceTran
         .then([Effect::QuitQemu, Effect::Report(Report::Done)])
 }
 
-/// Enters a state, by way of the journal.
+/// Enters a state, by way of the journal. Participants learn of an entry that concerns them before any other program
+/// does.
 pub(super) fn enter(state: State) -> SourceTransition {
+    let informs = match state {
+        State::Committed { has_run: false, .. } => Some(Effect::CommitParticipants),
+        State::Committed { has_run: true, .. } | State::Done { .. } => Some(Effect::NotifyRunning),
+        _ => None,
+    };
     let durable = state.durable();
-    Transition::to(state.clone()).then([Effect::Journal { state, durable }])
+    Transition::to(state.clone()).then([Effect::Journal { state, durable }]).then(informs)
 }
 
 pub(super) fn offer(terms: &MigrationTerms, incarnation: &Incarnation, run: bool) -> Option<RegistryRequest> {

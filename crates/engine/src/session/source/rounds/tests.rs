@@ -6,7 +6,7 @@ const CUT: RoundContext = RoundContext { has_control: false, ..OPEN };
 const DEFERRED: RoundContext = RoundContext { has_deferred: true, ..OPEN };
 const DISCARDED: RoundContext = RoundContext { has_discarded: true, ..OPEN };
 
-/// So few pages that the guest is stopped for them.
+/// Number of pages for which the guest is stopped.
 const FEW: u64 = 100;
 const MANY: u64 = 1 << 30;
 

@@ -20,8 +20,8 @@ use proto::message::Message;
 use proto::{Purpose, limits};
 use tracing::{debug, warn};
 
-use super::super::Environment;
 use crate::source::agreement::RedirectedGuest;
+use crate::source::participants::participant::Environment;
 use api::report::TrackedConnections;
 use host::{network_cards, peers};
 

@@ -11,7 +11,8 @@ use net::{Diversion, HeldFrame, Holder};
 use proto::Purpose;
 use tracing::info;
 
-use super::{Environment, pieces};
+use super::pieces;
+use crate::source::participants::participant::Environment;
 use host::peers;
 
 /// Longest wait for a destination that reads no frames.

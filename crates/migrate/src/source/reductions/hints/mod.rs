@@ -10,8 +10,7 @@ use std::time::{Duration, Instant};
 use ::guest::protocol::{Cache, PORT};
 use ::memory::{HintedPages, LinkCounters, OwedPages, PageSet, ReadablePages, Reduction};
 
-use super::link_sampler::Interval;
-use super::{ActiveReduction, ActiveReductions, ReductionProgress};
+use super::active::{ActiveReduction, ActiveReductions, Interval, ReductionProgress};
 use crate::source::failure::Failure;
 use crate::source::payload::Payload;
 use crate::source::{MigrationControls, SourceDriver};

@@ -33,17 +33,17 @@ pub(crate) fn evacuate(
         to: command.to,
         deadline_unix_ms: command.by.map(|by| by.unix_ms(unix_ms_now())),
         accept_late: command.accept_late,
-        partial: command.partial,
+        partial: command.moves.partial,
         priorities: command.priority.into_iter().collect(),
         moves: move_options(&command.moves),
-        dry_run: command.dry_run,
+        dry_run: command.moves.dry_run,
     };
-    if command.dry_run {
+    if command.moves.dry_run {
         output.show(&client.preview(&request)?, text::plan);
         return Ok(Code::Done);
     }
     let begun = client.evacuate(&request)?;
-    follow_or_detach(client, begun, command.detach, output)
+    follow_or_detach(client, begun, command.moves.detach, output)
 }
 
 /// `whimbrel return`.
@@ -54,15 +54,15 @@ pub(crate) fn return_vms(
 ) -> Result<Code, Failure> {
     let request = ReturnRequest {
         moves: move_options(&command.moves),
-        partial: command.partial,
-        dry_run: command.dry_run,
+        partial: command.moves.partial,
+        dry_run: command.moves.dry_run,
     };
-    if command.dry_run {
+    if command.moves.dry_run {
         output.show(&client.preview_return(&command.host, &request)?, text::plan);
         return Ok(Code::Done);
     }
     let begun = client.return_vms(&command.host, &request)?;
-    follow_or_detach(client, begun, command.detach, output)
+    follow_or_detach(client, begun, command.moves.detach, output)
 }
 
 /// `whimbrel evacuation`.
@@ -110,7 +110,7 @@ pub(crate) fn this_host(
     let mut shown = client.ask_for_evacuation(&EvacuateHostRequest { within_s })?;
     let until = within_s.map(|s| Instant::now() + Duration::from_secs(s));
     let mut last_text = String::new();
-    while shown.standing == EvacuationStanding::Underway && !command.detach {
+    while shown.standing == EvacuationStanding::Underway && !command.moves.detach {
         if last_text != shown.text {
             last_text.clone_from(&shown.text);
             progress(output, &shown.text);
@@ -124,7 +124,7 @@ pub(crate) fn this_host(
     output.show(&shown, |shown: &HostEvacuation| format!("{}\n", shown.text));
     Ok(match shown.standing {
         EvacuationStanding::Done => Code::Done,
-        EvacuationStanding::Underway if command.detach => Code::Done,
+        EvacuationStanding::Underway if command.moves.detach => Code::Done,
         EvacuationStanding::Underway | EvacuationStanding::Failed => Code::Failed,
     })
 }

@@ -113,7 +113,7 @@ fn an_idle_guest_converges_as_forecast() {
         let report = cluster.migrate("vm1", "a", "b", &[]);
         assert_compared(&cluster, &report, forecast, true);
         cluster.assert_guest_whole("b", "vm1");
-        // The host that it has left has no VM of that name any more.
+        // The host that it has left no longer has a VM of that name.
         let gone = cluster.a.cli(&["forecast", "vm1", "--to", "b"]);
         assert_eq!((gone.code, &gone.json()["kind"]), (2, &"not-found".into()), "{gone:?}");
     }

@@ -12,7 +12,7 @@
 //! All state is in one [`coordinator::Coordinator`], behind one lock. An input changes it, the changes are stored, and then the actions
 //! that follow are carried out: `engine::evacuation` decides, and its decisions are stored before anything is ordered.
 //!
-//! Nothing depends on the controller but what users request from it: agents move VMs without it, and it learns from their
+//! The controller is needed for what users request from it alone: agents move VMs without it, and it learns from their
 //! next snapshots what has happened.
 
 pub mod config;

@@ -1,6 +1,6 @@
 //! Measurement of a VM for forecasts: how it writes, and what its memory holds.
 //!
-//! Nothing changes that the guest could see. Writes are noticed by the same means as in a migration, for some seconds
+//! The guest can see no change. Writes are noticed by the same means as in a migration, for some seconds
 //! ([`TrackingPlan`]); each page costs the guest at most one page fault. The tracking ends with the measurement, however
 //! that ends, and the kernel ends it if this process dies.
 //!

@@ -20,20 +20,11 @@ pub(crate) struct EvacuateCommand {
     /// Begin although the deadline is not expected to be kept
     #[arg(long, requires = "by")]
     pub accept_late: bool,
-    /// Move what can be moved where some VMs cannot
-    #[arg(long)]
-    pub partial: bool,
     /// Priorities of VMs: those with a higher one move earlier, and get more of the links
     #[arg(long, value_name = "VM=N,…", value_delimiter = ',', value_parser = priority)]
     pub priority: Vec<(VmName, i32)>,
     #[command(flatten)]
     pub moves: MovesArgs,
-    /// Only show the plan: what would move where, when and why; moves nothing
-    #[arg(long, conflicts_with = "detach")]
-    pub dry_run: bool,
-    /// Return as soon as it has begun; `whimbrel evacuation watch` shows its progress
-    #[arg(long)]
-    pub detach: bool,
     /// The host on which this is run, by its agent, and wait: for a unit that runs before the host is shut down
     #[arg(long, conflicts_with_all = ["hosts", "to", "accept_late", "partial", "priority", "dry_run"])]
     pub this_host: bool,
@@ -44,22 +35,16 @@ pub(crate) struct ReturnCommand {
     /// The host
     #[arg(value_parser = host_id)]
     pub host: HostId,
+    #[command(flatten)]
+    pub moves: MovesArgs,
+}
+
+/// Options of all requests that move VMs of a host.
+#[derive(Debug, Args)]
+pub(crate) struct MovesArgs {
     /// Move what can be moved where some VMs cannot
     #[arg(long)]
     pub partial: bool,
-    #[command(flatten)]
-    pub moves: MovesArgs,
-    /// Only show the plan; moves nothing
-    #[arg(long, conflicts_with = "detach")]
-    pub dry_run: bool,
-    /// Return as soon as it has begun; `whimbrel evacuation watch` shows its progress
-    #[arg(long)]
-    pub detach: bool,
-}
-
-/// Way in which VMs are moved.
-#[derive(Debug, Args)]
-pub(crate) struct MovesArgs {
     /// Cap on the rate of all moves together: 500M or 512Mi bytes per second, 1.5Gbit
     #[arg(long, value_name = "RATE")]
     pub bandwidth: Option<Rate>,
@@ -72,6 +57,12 @@ pub(crate) struct MovesArgs {
     /// Compare all of memory and of copied disks after each stop; makes downtimes much longer
     #[arg(long)]
     pub verify: bool,
+    /// Only show the plan: what would move where, when and why; moves nothing
+    #[arg(long, conflicts_with = "detach")]
+    pub dry_run: bool,
+    /// Return as soon as it has begun; `whimbrel evacuation watch` shows its progress
+    #[arg(long)]
+    pub detach: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 /// Moment at which something has to have ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Deadline {
-    /// So much time from now.
+    /// Time from now.
     In(Duration),
     /// At this time.
     At(SystemTime),

@@ -1,19 +1,14 @@
 //! Hosts that ask for their own evacuation.
 
 use api::fleet::{EvacuateRequest, ReturnRequest};
-use engine::evacuation::CommandState;
 use proto::message::{EvacuationStanding, FleetReport, Message};
 
-use crate::played::{Agent, World, empty, host};
+use crate::played::{Agent, World, host, with_a_moving_vm};
 
 #[test]
 fn a_host_to_which_vms_return_is_not_reported_empty() {
     let world = World::new();
-    let mut a = Agent::up(&world, "a", &["web"]);
-    let mut b = Agent::up(&world, "b", &[]);
-    let id = world.client().evacuate(&empty("a")).unwrap().id;
-    let (command, _) = a.until_move();
-    a.answer_move(&command, CommandState::Underway { progress: None });
+    let (mut a, mut b, id, command) = with_a_moving_vm(&world);
     let followed = a.ask_for_evacuation(1);
     assert_eq!((followed.standing, followed.evacuation), (EvacuationStanding::Underway, Some(id.clone())));
     b.vms.insert("web");

@@ -5,16 +5,12 @@ use engine::evacuation::{CommandState, EvacuationOutcome, MoveEnd};
 use proto::message::{CommandVerb, FleetChange, Message, MigrationFacts, MigrationStanding};
 use proto::{Epoch, MigrationId, VmName};
 
-use crate::played::{Agent, World, empty, host};
+use crate::played::{Agent, World, empty, host, with_a_moving_vm};
 
 #[test]
 fn the_end_of_a_move_is_taken_from_its_source_only() {
     let world = World::new();
-    let mut a = Agent::up(&world, "a", &["web"]);
-    let mut b = Agent::up(&world, "b", &[]);
-    let id = world.client().evacuate(&empty("a")).unwrap().id;
-    let (command, _) = a.until_move();
-    a.answer_move(&command, CommandState::Underway { progress: None });
+    let (mut a, mut b, id, command) = with_a_moving_vm(&world);
     let state = serde_json::to_value(CommandState::Ended { end: MoveEnd::VmEnded }).unwrap();
     let mut facts = b.facts();
     facts.kernel = "6.13".to_owned();

@@ -5,9 +5,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use api::fleet::{EvacuateRequest, FleetClient, FleetEvent, FleetHost};
-use engine::evacuation::{
-    CommandState, HostContents, HostFacts as MomentFacts, HostServices, MoveEnd, QemuOnHost,
-};
+use engine::evacuation::{CommandState, HostContents, HostFacts as MomentFacts, MoveEnd, QemuOnHost};
 use link::{Connection, Endpoint, Incoming, Peer, Security};
 use proto::message::{
     CommandAnswer, CommandVerb, CpuFacts, FleetChange, FleetReport, HostEvacuation, HostFacts, HostLoad,
@@ -147,23 +145,8 @@ impl Agent {
     }
 
     pub(crate) fn contents(&self) -> HostContents {
-        HostContents {
-            host: self.name.to_owned(),
-            qemus: self.vms.iter().map(|vm| QemuOnHost { vm: Some((*vm).to_owned()), pid: 7 }).collect(),
-            pages_to_serve: Vec::new(),
-            held: Vec::new(),
-            in_doubt: Vec::new(),
-            redirections: Vec::new(),
-            arrivals: Vec::new(),
-            services: HostServices {
-                witness: false,
-                etcd_member: false,
-                controller: false,
-                dns: false,
-                storage_exports: Vec::new(),
-            },
-            unknown: Vec::new(),
-        }
+        let qemus = self.vms.iter().map(|vm| QemuOnHost { vm: Some((*vm).to_owned()), pid: 7 }).collect();
+        HostContents { qemus, ..HostContents::of_an_empty_host(self.name) }
     }
 
     pub(crate) fn vm(name: &str) -> FleetChange {
@@ -275,4 +258,15 @@ impl Agent {
 
 pub(crate) fn empty(name: &str) -> EvacuateRequest {
     EvacuateRequest { hosts: vec![host(name)], ..EvacuateRequest::default() }
+}
+
+/// Connects the hosts `a` and `b`, and begins to empty `a`: its only VM, `web`, moves. Returns both agents, the id of
+/// the evacuation, and that of the command.
+pub(crate) fn with_a_moving_vm(world: &World) -> (Agent, Agent, String, CommandId) {
+    let mut a = Agent::up(world, "a", &["web"]);
+    let b = Agent::up(world, "b", &[]);
+    let id = world.client().evacuate(&empty("a")).unwrap().id;
+    let (command, _) = a.until_move();
+    a.answer_move(&command, CommandState::Underway { progress: None });
+    (a, b, id, command)
 }

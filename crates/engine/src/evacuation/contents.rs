@@ -114,6 +114,30 @@ pub enum Remaining {
     },
 }
 
+#[cfg(any(test, feature = "testing"))]
+impl HostContents {
+    /// Returns the contents of an empty host, of which a test changes what it needs.
+    pub fn of_an_empty_host(host: &str) -> Self {
+        Self {
+            host: host.to_owned(),
+            qemus: Vec::new(),
+            pages_to_serve: Vec::new(),
+            held: Vec::new(),
+            in_doubt: Vec::new(),
+            redirections: Vec::new(),
+            arrivals: Vec::new(),
+            services: HostServices {
+                witness: false,
+                etcd_member: false,
+                controller: false,
+                dns: false,
+                storage_exports: Vec::new(),
+            },
+            unknown: Vec::new(),
+        }
+    }
+}
+
 impl HostContents {
     /// Returns all that remains. The host is empty if that is nothing; there is no other definition.
     pub fn what_remains(&self) -> Vec<Remaining> {

@@ -63,7 +63,7 @@ pub enum MoveStanding {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "for", rename_all = "kebab-case")]
 pub enum WaitReason {
-    /// Nothing: it is to begin next.
+    /// No reason: it is to begin next.
     Nothing,
     /// Moves of other VMs, which make room, or with which it goes.
     Moves {

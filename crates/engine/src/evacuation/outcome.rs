@@ -19,7 +19,7 @@ pub enum EvacuationOutcome {
         /// Time by which the deadline was missed, in nanoseconds; none if it was kept, or there is none.
         late_by_ns: Option<u64>,
     },
-    /// Nothing was moved.
+    /// Refusal: nothing was moved.
     Refused {
         /// Reason.
         refusal: EvacuationRefusal,

@@ -228,7 +228,7 @@ pub(super) struct KnownProgress {
 }
 
 impl Default for Volatile {
-    /// Nothing is known, so a plan has to be made.
+    /// Knowledge of nothing, so that a plan has to be made.
     fn default() -> Self {
         Self {
             out: Vec::new(),

@@ -39,7 +39,7 @@ pub struct MeasuredLink {
     pub sent_bytes: u64,
 }
 
-/// All that is remembered of the path to a host.
+/// Record of the path to a host.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PathMemory {

@@ -10,7 +10,7 @@ use engine::pre_copy::{AnyPolicy, PreCopyGoals, RoundObservation};
 
 use api::progress::{ExpectedEnd, Publisher};
 
-/// Pause between two forecasts: more often than this nobody can read them.
+/// Pause between two forecasts: people cannot read them faster.
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// Forecasts the end of a migration after its rounds.

@@ -146,24 +146,6 @@ mod tests {
 
     use super::*;
 
-    fn empty() -> HostContents {
-        let host = "a".to_owned();
-        let services = serde_json::json!({
-            "witness": false, "etcd_member": false, "controller": false, "dns": false, "storage_exports": []
-        });
-        HostContents {
-            host,
-            qemus: Vec::new(),
-            pages_to_serve: Vec::new(),
-            held: Vec::new(),
-            in_doubt: Vec::new(),
-            redirections: Vec::new(),
-            arrivals: Vec::new(),
-            services: serde_json::from_value(services).unwrap(),
-            unknown: Vec::new(),
-        }
-    }
-
     fn process(pid: u32) -> QemuProcess {
         QemuProcess {
             pid,
@@ -184,7 +166,7 @@ mod tests {
         let qemu = Qemu::start(&world.folder.path().join("vm"));
         let vms = [qemu.record()];
         for (lives, expected) in [(true, 2), (false, 1)] {
-            let mut contents = empty();
+            let mut contents = HostContents::of_an_empty_host("a");
             let survey = QemuSurvey { found: vec![process(7)], unknown: Vec::new() };
             add_qemus(&mut contents, survey, &vms, |_| true, |_| lives);
             assert_eq!(contents.qemus.len(), expected);
@@ -196,7 +178,7 @@ mod tests {
     fn a_process_that_cannot_be_examined_may_be_a_qemu() {
         let denied = || (7, std::io::Error::from(std::io::ErrorKind::PermissionDenied));
         for (is_here, expected) in [(true, 1), (false, 0)] {
-            let mut contents = empty();
+            let mut contents = HostContents::of_an_empty_host("a");
             let survey = QemuSurvey { found: Vec::new(), unknown: vec![denied()] };
             add_qemus(&mut contents, survey, &[], |_| is_here, |_| false);
             assert_eq!(contents.unknown.len(), expected);

@@ -11,7 +11,7 @@ impl World {
             EvacuationAction::CancelMove { command, .. } => {
                 let known = self.hosts[name].journal.get(&command).cloned();
                 match known {
-                    Some(Some(end)) => self.tell(name, EvacuationEvent::MoveEnded { command, end }),
+                    Some(Some(end)) => self.send_event(name, EvacuationEvent::MoveEnded { command, end }),
                     // Near its end it is too late.
                     Some(None) if self.migrations[&command].is_in_doubt || self.dice.is_one_of(3) => {}
                     None | Some(None) => self.end(name, &command, MoveEnd::Cancelled),
@@ -24,7 +24,7 @@ impl World {
             }
             EvacuationAction::AskFacts { host, commands } => {
                 let facts = self.facts(&host, commands);
-                self.tell(name, EvacuationEvent::Facts { facts });
+                self.send_event(name, EvacuationEvent::Facts { facts });
             }
             _ => {}
         }
@@ -33,8 +33,8 @@ impl World {
     fn start(&mut self, name: &str, order: MoveOrder) {
         let command = order.command.clone();
         match self.hosts[name].journal.get(&command).cloned() {
-            Some(None) => return self.tell(name, EvacuationEvent::MoveStarted { command }),
-            Some(Some(end)) => return self.tell(name, EvacuationEvent::MoveEnded { command, end }),
+            Some(None) => return self.send_event(name, EvacuationEvent::MoveStarted { command }),
+            Some(Some(end)) => return self.send_event(name, EvacuationEvent::MoveEnded { command, end }),
             None => {}
         }
         if self.vms.get(&order.vm).is_none_or(|at| at != name) {
@@ -59,7 +59,7 @@ impl World {
         self.migrations.insert(command.clone(), migration);
         self.hosts.get_mut(name).unwrap().journal.insert(command.clone(), None);
         self.check_memory(&order.to);
-        self.tell(name, EvacuationEvent::MoveStarted { command });
+        self.send_event(name, EvacuationEvent::MoveStarted { command });
     }
 
     /// Ends a migration, or refuses one.
@@ -73,10 +73,10 @@ impl World {
                 self.hosts.get_mut(name).unwrap().redirections.insert(vm.clone(), until_ns);
             }
             let vanished = EvacuationEvent::VmVanished { vm: vm.clone(), host: name.to_owned() };
-            self.tell(&to.clone(), EvacuationEvent::VmAppeared { vm, host: to });
-            self.tell(name, vanished);
+            self.send_event(&to.clone(), EvacuationEvent::VmAppeared { vm, host: to });
+            self.send_event(name, vanished);
         }
-        self.tell(name, EvacuationEvent::MoveEnded { command: command.clone(), end });
+        self.send_event(name, EvacuationEvent::MoveEnded { command: command.clone(), end });
     }
 
     fn facts(&self, name: &str, commands: Vec<CommandId>) -> HostFacts {
@@ -140,14 +140,14 @@ impl World {
             if fails && self.dice.is_one_of(120) {
                 one.is_in_doubt = true;
                 let end = MoveEnd::InDoubt { reason: "cut".to_owned() };
-                self.tell(&from, EvacuationEvent::MoveEnded { command, end });
+                self.send_event(&from, EvacuationEvent::MoveEnded { command, end });
             } else if fails && self.dice.is_one_of(60) {
                 let end = failure(&mut self.dice);
                 self.end(&from, &command, end);
             } else if is_done {
                 self.end(&from, &command, MoveEnd::Moved);
             } else {
-                self.tell(&from, EvacuationEvent::MoveProgressed { command, progress });
+                self.send_event(&from, EvacuationEvent::MoveProgressed { command, progress });
             }
         }
     }
@@ -157,7 +157,7 @@ impl World {
         let name = format!("new{}", self.specs.len());
         self.specs.insert(name.clone(), vm(&name, host, 1));
         self.vms.insert(name.clone(), host.to_owned());
-        self.tell(host, EvacuationEvent::VmAppeared { vm: name, host: host.to_owned() });
+        self.send_event(host, EvacuationEvent::VmAppeared { vm: name, host: host.to_owned() });
     }
 
     /// Ends a VM, as its guest shuts down: also while it moves.
@@ -175,7 +175,7 @@ impl World {
             if let Some((command, _)) = moving {
                 self.end(&host, &command, MoveEnd::VmEnded);
             }
-            self.tell(&host, EvacuationEvent::VmVanished { vm: vm.to_owned(), host: host.clone() });
+            self.send_event(&host, EvacuationEvent::VmVanished { vm: vm.to_owned(), host: host.clone() });
         }
     }
 }

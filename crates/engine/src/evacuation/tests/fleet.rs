@@ -63,23 +63,8 @@ pub(super) fn empty_request(hosts: &[&str]) -> EvacuationRequest {
 
 /// Contents of a host with these VMs and nothing else.
 pub(super) fn contents(host: &str, vms: &[&str]) -> HostContents {
-    HostContents {
-        host: host.to_owned(),
-        qemus: vms.iter().map(|vm| QemuOnHost { vm: Some((*vm).to_owned()), pid: 7 }).collect(),
-        pages_to_serve: Vec::new(),
-        held: Vec::new(),
-        in_doubt: Vec::new(),
-        redirections: Vec::new(),
-        arrivals: Vec::new(),
-        services: HostServices {
-            witness: false,
-            etcd_member: false,
-            controller: false,
-            dns: false,
-            storage_exports: Vec::new(),
-        },
-        unknown: Vec::new(),
-    }
+    let qemus = vms.iter().map(|vm| QemuOnHost { vm: Some((*vm).to_owned()), pid: 7 }).collect();
+    HostContents { qemus, ..HostContents::of_an_empty_host(host) }
 }
 
 pub(super) fn id(name: &str) -> EvacuationId {

@@ -304,7 +304,7 @@ impl World {
         self.handle(&EvacuationEvent::HostConnected { host: name.to_owned() });
     }
 
-    pub(super) fn tell(&mut self, host: &str, event: EvacuationEvent) {
+    pub(super) fn send_event(&mut self, host: &str, event: EvacuationEvent) {
         let host = self.hosts.get_mut(host).unwrap();
         if host.is_connected {
             host.to_controller.push_back(event);

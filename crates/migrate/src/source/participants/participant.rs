@@ -135,7 +135,7 @@ pub(in crate::source) enum Comparison {
 /// Result of undoing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::source) enum UndoResult {
-    /// Nothing remains.
+    /// Success: everything is undone.
     Done,
     /// It has to be tried again; the text is for users, in case that it never succeeds.
     Retry(&'static str),

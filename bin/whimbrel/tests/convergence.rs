@@ -56,7 +56,7 @@ fn carry_a_quarter(cluster: &Cluster, guest: &lab::Guest) -> MutexGuard<'static,
         setpriority_process(id, -15).unwrap();
     }
     // While its writes are tracked, even a fast guest writes only some hundred MiB of pages in a second.
-    let rate = (per_second(guest.serial(), |tick| tick.writes) * 4096 / 4).clamp(RATE / 4, 7 * RATE);
+    let rate = (per_second(guest.serial(), |tick| tick.writes) * 4096 / 4).clamp(RATE / 4, 12 * RATE);
     cluster.lab.set_rate(Some(rate)).unwrap();
     precedence
 }

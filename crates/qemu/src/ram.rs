@@ -12,6 +12,7 @@
 //!
 //! A wrong block corrupts a guest, so every doubt is an error here.
 
+mod guest_view;
 mod heap;
 mod text;
 
@@ -23,6 +24,7 @@ use serde_json::Value;
 
 use crate::maps::Maps;
 use crate::qmp::{Qmp, QmpError};
+pub use guest_view::{GuestMapping, cross_check, guest_mappings};
 
 /// Error: the guest's memory could not be located.
 #[derive(Debug, thiserror::Error)]
@@ -163,107 +165,6 @@ fn checked(
     Ok(blocks)
 }
 
-/// Compares blocks with the output of `gpa2hva` for every part of them that the guest sees: the
-/// main memory below and above 4 GiB, NUMA nodes, the firmware. Returns the number of places that
-/// were compared.
-///
-/// # Errors
-/// [`RamError::Contradiction`] at the first difference.
-pub fn cross_check(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<usize, RamError> {
-    let mut tree = qmp.hmp(MEMORY_TREE)?;
-    let mut samples = 0;
-    loop {
-        let (compared, tree_after) = compare(qmp, &tree, blocks)?;
-        samples += 1;
-        match compared {
-            // While the guest boots, its firmware opens and closes windows: the first answer may be outdated when
-            // the second one arrives.
-            Err(_) if tree_after != tree && samples < MAX_SAMPLES => tree = tree_after,
-            compared => return compared,
-        }
-    }
-}
-
-/// A piece of a block, at the address where the guest sees it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GuestMapping {
-    /// First guest-physical address.
-    pub guest_address: u64,
-    /// Length in bytes.
-    pub bytes: u64,
-    /// Index of the block.
-    pub block: usize,
-    /// Offset in the block, in bytes.
-    pub offset_bytes: u64,
-}
-
-/// Returns the addresses at which the guest sees these blocks now. The guest may remap some of them while it boots; its
-/// main memory stays.
-///
-/// # Errors
-/// If QEMU cannot be queried.
-pub fn guest_mappings(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<Vec<GuestMapping>, RamError> {
-    let tree = qmp.hmp(MEMORY_TREE)?;
-    Ok(seen(&tree, blocks))
-}
-
-fn seen(tree: &str, blocks: &[RamBlock]) -> Vec<GuestMapping> {
-    let range = |range: text::GuestRange| {
-        let name = &block_of_region(blocks, &range.name)?.name;
-        let block = blocks.iter().position(|block| block.name == *name)?;
-        let bytes = range.last.checked_sub(range.start)?.checked_add(1)?;
-        let end = range.offset.checked_add(bytes)?;
-        let inside = end <= blocks[block].used_bytes;
-        inside.then_some(GuestMapping {
-            guest_address: range.start,
-            bytes,
-            block,
-            offset_bytes: range.offset,
-        })
-    };
-    text::guest_ranges(tree).into_iter().filter_map(range).collect()
-}
-
-/// Command that prints the guest's memory map.
-const MEMORY_TREE: &str = "info mtree -f";
-/// Maximum number of samples of a map that changes.
-const MAX_SAMPLES: usize = 20;
-
-/// Compares blocks with the output of `gpa2hva` for a map; returns the map after that, too.
-fn compare(
-    qmp: &mut Qmp,
-    tree: &str,
-    blocks: &[RamBlock],
-) -> Result<(Result<usize, RamError>, String), RamError> {
-    let mut places = Vec::new();
-    for range in text::guest_ranges(tree) {
-        let Some(block) = block_of_region(blocks, &range.name) else { continue };
-        let last_page = range.last & !0xfff;
-        places.push((block, range.start, block.host_address + range.offset));
-        places.push((block, last_page, block.host_address + range.offset + (last_page - range.start)));
-    }
-    let mut questions: Vec<String> =
-        places.iter().map(|(_, guest, _)| format!("gpa2hva 0x{guest:x}")).collect();
-    questions.push(MEMORY_TREE.to_owned());
-    let mut answers = qmp.hmp_all(&questions)?;
-    let tree_after = answers.pop().unwrap_or_default();
-    let mut compared = 0;
-    for ((block, guest, expected), reply) in places.into_iter().zip(answers) {
-        match text::host_address(&reply) {
-            Some(address) if address == expected => compared += 1,
-            Some(address) => {
-                let what = format!(
-                    "guest address {guest:#x} should be at {expected:#x}, but gpa2hva reports {address:#x}"
-                );
-                return Ok((Err(RamError::Contradiction { block: block.name.clone(), what }), tree_after));
-            }
-            // No memory is mapped there any more.
-            None => {}
-        }
-    }
-    Ok((Ok(compared), tree_after))
-}
-
 /// Returns names and page sizes of the blocks in a table of `x-query-ramblock`.
 pub(crate) fn names(table: &str) -> Vec<(String, u64)> {
     let blocks = text::blocks(table).unwrap_or_default();
@@ -343,83 +244,4 @@ fn check_no_overlap(blocks: &[RamBlock]) -> Result<(), RamError> {
 fn proc_error(pid: u32, file: &str) -> impl FnOnce(io::Error) -> RamError {
     let path = format!("/proc/{pid}/{file}");
     move |source| RamError::Proc { path, source }
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-    use crate::qmp::tests::fake;
-
-    #[test]
-    fn memory_below_and_above_four_gib_is_one_block() {
-        let block = |name: &str, bytes| RamBlock {
-            name: name.to_owned(),
-            page_size_bytes: 4096,
-            used_bytes: bytes,
-            max_bytes: bytes,
-            host_address: 0,
-            kind: RamKind::Anonymous,
-        };
-        let blocks = [block("0000:00:02.0/vga.vram", 1 << 24), block("pc.ram", 4 << 30)];
-        let tree = "FlatView #0\n AS \"memory\", root: system\n\
-                    \x20 0000000000000000-000000007fffffff (prio 0, ram): pc.ram\n\
-                    \x20 00000000fd000000-00000000fdffffff (prio 1, ram): vga.vram\n\
-                    \x20 00000000fffc0000-00000000ffffffff (prio 0, rom): pc.bios\n\
-                    \x20 0000000100000000-000000017fffffff (prio 0, ram): pc.ram @0000000080000000\n\
-                    \x20 0000000200000000-00000002ffffffff (prio 0, ram): pc.ram @0000000080000000\n";
-        let seen = |guest_address, bytes, block, offset_bytes| GuestMapping {
-            guest_address,
-            bytes,
-            block,
-            offset_bytes,
-        };
-        let expected =
-            [seen(0, 2 << 30, 1, 0), seen(0xfd00_0000, 1 << 24, 0, 0), seen(4 << 30, 2 << 30, 1, 2 << 30)];
-        assert_eq!(super::seen(tree, &blocks), expected);
-    }
-
-    /// Checks a map that changes: the firmware's window is in the ROM in the first map and in the memory when
-    /// `gpa2hva` runs, and stays there if `settles` is true.
-    fn checked(settles: bool) -> Result<usize, RamError> {
-        let map = |name: &str, at: u32| {
-            format!(
-                "FlatView #0\n AS \"memory\", root: system\n  00000000000d8000-00000000000dbfff (prio 0, ram): {name} @{at:016x}\n"
-            )
-        };
-        let (old, new) = (map("pc.rom", 0x18000), map("pc.ram", 0xd8000));
-        let (mut qmp, thread, _dir) = fake(move |fake| {
-            let asked = fake.receive();
-            fake.answer(&asked["id"], &json!(old));
-            for _ in 0..if settles { 2 } else { 1 } {
-                for (guest, host) in [(0xd8000, 0x7f00_000d_8000_u64), (0xdb000, 0x7f00_000d_b000)] {
-                    let asked = fake.receive();
-                    assert_eq!(asked["arguments"]["command-line"], format!("gpa2hva {guest:#x}"));
-                    let reply = format!("Host virtual address for {guest:#x} (pc.ram) is {host:#x}");
-                    fake.answer(&asked["id"], &json!(reply));
-                }
-                let asked = fake.receive();
-                fake.answer(&asked["id"], &json!(if settles { &new } else { &old }));
-            }
-        });
-        let block = |name: &str, host_address| RamBlock {
-            name: name.to_owned(),
-            page_size_bytes: 4096,
-            used_bytes: 1 << 20,
-            max_bytes: 1 << 20,
-            host_address,
-            kind: RamKind::Anonymous,
-        };
-        let blocks = [block("pc.rom", 0x7e00_0000_0000), block("pc.ram", 0x7f00_0000_0000)];
-        let compared = cross_check(&mut qmp, &blocks);
-        thread.join().unwrap();
-        compared
-    }
-
-    #[test]
-    fn a_map_that_changed_is_sampled_again() {
-        assert_eq!(checked(true).unwrap(), 2);
-        assert!(matches!(checked(false), Err(RamError::Contradiction { .. })));
-    }
 }

@@ -78,7 +78,7 @@ fn default_ram_and_many_devices() {
         assert_is_at(&mut vm, ram, 0x123_4560, 0x123_4560);
         assert_eq!(blocks.iter().filter(|block| block.name.ends_with("virtio-net-pci.rom")).count(), 2);
         // The firmware has assigned an address to the video memory, so it was compared as well.
-        let tree = vm.qmp.hmp("info mtree -f").unwrap();
+        let tree = vm.qmp.hmp("info mtree").unwrap();
         assert!(tree.contains("vga.vram"), "{tree}");
     });
 }

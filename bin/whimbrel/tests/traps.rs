@@ -229,26 +229,6 @@ fn what_is_plugged_during_the_rounds_is_noticed() {
     assert!(there.contains(&"dimm".to_owned()));
 }
 
-// ---- trap 22: references that a look leaves
-
-/// A device of a guest that was looked at, and has arrived, is freed once it is unplugged.
-#[test]
-fn a_device_can_be_unplugged_after_a_migration() {
-    let cluster = Cluster::new();
-    let devices = ["pcie-root-port,id=port1,chassis=1", "virtio-rng-pci,id=spare,bus=port1"];
-    let extra = devices.iter().flat_map(|device| ["-device".to_owned(), (*device).to_owned()]).collect();
-    let machine = "q35".to_owned();
-    let _guest =
-        cluster.guest(&GuestSpec { machine, second_monitor: true, extra, ..GuestSpec::tiny("vm1", busy()) });
-    cluster.migrate("vm1", "a", "b", &[]);
-    cluster.assert_guest_whole("b", "vm1");
-    let mut monitor = monitor_of(&cluster, "b");
-    monitor.set_patience(DEADLINE).unwrap();
-    monitor.command("device_del", &json!({ "id": "spare" })).unwrap();
-    let freed = |data: &Value| data["device"] == "spare";
-    monitor.wait_for_event(|event| event.name == "DEVICE_DELETED" && freed(&event.data)).unwrap();
-}
-
 // ---- trap 17: a guest that stops by itself
 
 /// A guest that shuts down during the rounds is not migrated as if its user had paused it.
@@ -470,4 +450,24 @@ fn kvm_that_does_not_work_at_the_destination() {
     cluster.b.starter.clear();
     cluster.b.start();
     cluster.migrate("vm1", "a", "b", &[]);
+}
+
+// ---- trap 22: references that a look leaves
+
+/// A device of a guest that was looked at, and has arrived, is freed once it is unplugged.
+#[test]
+fn a_device_can_be_unplugged_after_a_migration() {
+    let cluster = Cluster::new();
+    let devices = ["pcie-root-port,id=port1,chassis=1", "virtio-rng-pci,id=spare,bus=port1"];
+    let extra = devices.iter().flat_map(|device| ["-device".to_owned(), (*device).to_owned()]).collect();
+    let machine = "q35".to_owned();
+    let _guest =
+        cluster.guest(&GuestSpec { machine, second_monitor: true, extra, ..GuestSpec::tiny("vm1", busy()) });
+    cluster.migrate("vm1", "a", "b", &[]);
+    cluster.assert_guest_whole("b", "vm1");
+    let mut monitor = monitor_of(&cluster, "b");
+    monitor.set_patience(DEADLINE).unwrap();
+    monitor.command("device_del", &json!({ "id": "spare" })).unwrap();
+    let freed = |data: &Value| data["device"] == "spare";
+    monitor.wait_for_event(|event| event.name == "DEVICE_DELETED" && freed(&event.data)).unwrap();
 }

@@ -35,12 +35,17 @@ fn take_memory(host: &RackHost, mib: u64) {
     host.shell(&script).unwrap();
 }
 
-/// Takes memory until no more than this much is available without swapping.
-fn take_all_but(host: &RackHost, mib: u64) {
-    let script = format!(
-        "free=$(awk '/^MemAvailable/ {{ print $2 }}' /proc/meminfo); fallocate -l $((free - ({mib} << 10)))K {FULL}/all"
-    );
-    host.shell(&script).unwrap();
+/// A script that takes memory until no more than this much is available without swapping. If that is negative, the
+/// kernel ends other programs.
+fn all_but(mib: i64) -> String {
+    format!(
+        "free=$(awk '/^MemAvailable/ {{ print $2 }}' /proc/meminfo)
+        choom --adjust -1000 -- fallocate -l $((free - ({mib} * 1024)))K {FULL}/all"
+    )
+}
+
+fn take_all_but(host: &RackHost, mib: i64) {
+    host.shell(&all_but(mib)).unwrap();
 }
 
 fn give_memory_back(host: &RackHost) {
@@ -110,12 +115,8 @@ fn a_guest_on_a_host_that_swaps() {
 fn exhaust(host: &RackHost) {
     // Otherwise the kernel evicts programs' code and reads it again, for minutes, before it ends one of them.
     host.shell("cd /sys/kernel/mm/lru_gen; echo y >enabled; echo 1000 >min_ttl_ms").unwrap();
-    // At once: each further command would wait for its own program to be read.
-    let script = format!(
-        "free=$(awk '/^MemAvailable/ {{ print $2 }}' /proc/meminfo)
-        choom --adjust -1000 -- fallocate -l $((free + (32 << 10)))K {FULL}/all || true"
-    );
-    host.shell(&script).unwrap();
+    // At once: each further command would wait for its own program to be read. It may find less than it asks for.
+    let _ = host.shell(&all_but(-32));
     until("the kernel has ended QEMU", || {
         let messages = host.shell("dmesg").unwrap();
         let has_ended = |line: &str| line.contains("Out of memory: Killed process") && line.contains("qemu");

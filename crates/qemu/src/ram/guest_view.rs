@@ -1,8 +1,8 @@
 //! The parts of RAM blocks that the guest sees, at their guest-physical addresses.
 //!
 //! `info mtree` lists regions that may cover each other; `gpa2hva` reports which one is visible at an address, and where
-//! it is in QEMU's process. Between two ends of regions the visible one is the same, so one question for each such
-//! piece is enough. `info mtree -f` prints the visible pieces at once, but each call leaves references in QEMU (7.2 to
+//! it is in QEMU's process. Between two ends of regions the visible one is the same, so each such piece is compared at
+//! its first and its last page. `info mtree -f` prints the visible pieces at once, but each call leaves references in QEMU (7.2 to
 //! 10.0): a device that is unplugged later is never freed, and `DEVICE_DELETED` is never sent.
 
 use std::collections::BTreeSet;
@@ -58,21 +58,22 @@ struct View {
 
 fn sampled(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<View, RamError> {
     let mut tree = qmp.hmp(MEMORY_TREE)?;
-    for sample in 1.. {
+    let mut samples = 0;
+    loop {
         let regions = text::regions(&tree);
         let pieces = pieces(&regions);
         let mut questions: Vec<String> = pieces.iter().flat_map(Piece::questions).collect();
         questions.push(MEMORY_TREE.to_owned());
         let mut replies = qmp.hmp_all(&questions)?;
         let tree_after = replies.pop().unwrap_or_default();
-        // While the guest boots, its firmware opens and closes windows: the regions may be outdated when the replies
-        // arrive.
-        if tree_after == tree || sample == MAX_SAMPLES {
-            return view(&pieces, &replies, blocks);
+        samples += 1;
+        match view(&pieces, &replies, blocks) {
+            // While the guest boots, its firmware opens and closes windows: the regions may be outdated when the
+            // replies arrive.
+            Err(_) if tree_after != tree && samples < MAX_SAMPLES => tree = tree_after,
+            seen => return seen,
         }
-        tree = tree_after;
     }
-    Ok(View::default())
 }
 
 /// Addresses between two neighbouring ends of regions, with the regions of RAM or ROM that cover them.
@@ -88,12 +89,8 @@ impl Piece<'_> {
         (self.end - 1) & !(PAGE_BYTES - 1)
     }
 
-    fn addresses(&self) -> [u64; 2] {
-        [self.start, self.last_page()]
-    }
-
     fn questions(&self) -> [String; 2] {
-        self.addresses().map(|address| format!("gpa2hva 0x{address:x}"))
+        [self.start, self.last_page()].map(|address| format!("gpa2hva 0x{address:x}"))
     }
 }
 
@@ -151,35 +148,29 @@ impl View {
     }
 }
 
-/// Returns the block and the offset that are visible in a piece; `None` if no known block covers it.
+/// Returns the block and the offset that are visible in a piece by the regions and addresses that `gpa2hva` reports for
+/// its first and last page; `None` if the visible region belongs to no known block.
 fn visible(
     piece: &Piece<'_>,
     reported: [(&str, u64); 2],
     blocks: &[RamBlock],
 ) -> Result<Option<(usize, u64)>, RamError> {
-    let mut expected = None;
-    for region in piece.covering.iter().filter(|region| region.name == reported[0].0) {
-        let Some(block) = block_of_region(blocks, &region.name) else { continue };
-        let offset_bytes = region.offset + (piece.start - region.start);
-        let address = block.host_address.wrapping_add(offset_bytes);
-        let expectation = [address, address.wrapping_add(piece.last_page() - piece.start)];
-        if expectation == reported.map(|(_, address)| address) {
+    let [(name, first), (_, last)] = reported;
+    let Some(block) = block_of_region(blocks, name) else { return Ok(None) };
+    for region in piece.covering.iter().filter(|region| region.name == name) {
+        let offset_bytes = region.offset.wrapping_add(piece.start - region.start);
+        let expected = block.host_address.wrapping_add(offset_bytes);
+        if [first, last] == [expected, expected.wrapping_add(piece.last_page() - piece.start)] {
             let index = blocks.iter().position(|one| one.name == block.name);
             return Ok(index.map(|index| (index, offset_bytes)));
         }
-        expected = Some((block, address));
     }
-    let contradiction = |(block, expected): (&RamBlock, u64)| {
-        let [(region, first), (_, last)] = reported;
-        let what = format!(
-            "guest address {:#x} should be at {expected:#x}, but gpa2hva reports {first:#x} in {region}, and \
-             {last:#x} at the end",
-            piece.start
-        );
-        Err(RamError::Contradiction { block: block.name.clone(), what })
-    };
-    // Regions that are no memory by their type, like flash in the mode for commands, may cover the others.
-    expected.map_or(Ok(None), contradiction)
+    let what = format!(
+        "gpa2hva reports {first:#x} for guest address {:#x} and {last:#x} for {:#x}, which contradicts info mtree",
+        piece.start,
+        piece.last_page()
+    );
+    Err(RamError::Contradiction { block: block.name.clone(), what })
 }
 
 #[cfg(test)]

@@ -9,9 +9,9 @@ use super::ListedBlock;
 pub(super) struct Region {
     pub(super) start: u64,
     pub(super) last: u64,
-    /// True if it is RAM or ROM, and not a device's registers or a container.
+    /// True if it is RAM, ROM or flash, and not a device's registers or a container.
     pub(super) is_memory: bool,
-    /// Name of the region of RAM or ROM, also where an alias shows a part of it.
+    /// Name of the region that has the content, also where an alias shows a part of it.
     pub(super) name: String,
     /// Offset of `start` within that region, in bytes.
     pub(super) offset: u64,
@@ -73,7 +73,7 @@ fn block(line: &str, extra: &[&str]) -> Option<ListedBlock> {
 
 /// Returns the regions of `info mtree` in the address space that CPUs see, with those that others cover, e.g.
 /// `0000000100000000-000000017fffffff (prio 0, ram): alias ram-above-4g @pc.ram 0000000080000000-00000000ffffffff`.
-/// Where an alias shows a container, as with several NUMA nodes, the regions in that are there, too.
+/// An alias of a container, as with several NUMA nodes, adds the regions in that.
 pub(super) fn regions(tree: &str) -> Vec<Region> {
     let mut sections: BTreeMap<&str, Vec<Listed>> = BTreeMap::new();
     let (mut section, mut in_names) = ("", false);
@@ -106,6 +106,9 @@ pub(super) fn regions(tree: &str) -> Vec<Region> {
 const CPUS: &str = " cpus";
 /// Maximum number of aliases on the way to a region.
 const MAX_ALIASES: u32 = 4;
+/// Maximum number of regions. A QEMU has some hundred; one that its guest has taken over may print aliases of aliases
+/// without end.
+const MAX_REGIONS: usize = 10_000;
 
 /// A line of `info mtree`.
 struct Listed {
@@ -121,6 +124,9 @@ fn expand(
     found: &mut Vec<Region>,
 ) {
     let shown = &listed.region;
+    if found.len() >= MAX_REGIONS {
+        return;
+    }
     found.push(shown.clone());
     let section = sections.get(shown.name.as_str()).filter(|_| listed.is_alias && max_aliases > 0);
     let Some([container, inner @ ..]) = section.map(Vec::as_slice) else { return };
@@ -155,7 +161,7 @@ fn listed(line: &str) -> Option<Listed> {
         return None;
     }
     let kind = kind.rsplit_once(", ")?.1;
-    let is_memory = kind == "ram" || kind == "rom";
+    let is_memory = ["ram", "rom", "romd"].contains(&kind);
     let alias = name.strip_prefix("alias ").and_then(|alias| alias.rsplit_once(" @"));
     let (name, offset) = match alias {
         Some((_, shown)) => {

@@ -146,10 +146,9 @@ fn add_targets(targets: &Path, exports: &mut BTreeSet<String>) -> io::Result<()>
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read as _;
     use std::os::unix::fs::symlink;
     use std::process::{Command, Stdio};
-    use std::thread;
-    use std::time::{Duration, Instant};
 
     use super::*;
 
@@ -209,15 +208,11 @@ mod tests {
         symlink("/bin/sh", &path).unwrap();
         for word in ["controller", "agent"] {
             let mut command = Command::new(&path);
-            command.args(["-c", "read line", word]).stdin(Stdio::piped());
+            command.args(["-c", "echo; read line", word]).stdin(Stdio::piped()).stdout(Stdio::piped());
             let mut child = command.spawn().unwrap();
-            // The kernel names it at the end of `exec`, which `spawn` does not wait for.
-            let deadline = Instant::now() + Duration::from_mins(1);
-            let mut found = program(child.id()).unwrap().unwrap();
-            while found.name != "whimbrel" && Instant::now() < deadline {
-                thread::yield_now();
-                found = program(child.id()).unwrap().unwrap();
-            }
+            // The kernel names it, and then gives it its words, while it begins: it runs once it has written.
+            child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+            let found = program(child.id()).unwrap().unwrap();
             assert_eq!((&*found.name, found.is_controller), ("whimbrel", word == "controller"));
             let stat = fs::read(format!("/proc/{}/stat", child.id())).unwrap();
             assert_eq!(parent(&stat), Some(std::process::id()));
